@@ -1,0 +1,356 @@
+"""What a decoder is, as data: sizes, family traits and rope settings, read from and written to Hub configs.
+
+A family is a row of `FAMILIES`, not code of its own. A field that would change the result and is not
+understood is an error; no field is dropped in silence.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from typing import TYPE_CHECKING, Any
+
+from tp.errors import ConfigError
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "yarn")
+ACTIVATIONS = ("silu", "gelu", "gelu_pytorch_tanh", "relu")
+
+
+@dataclass(frozen=True)
+class Family:
+    """How one architecture of the Hub differs from the generic decoder.
+
+    A trait is a constant, or the name of the config field that decides it.
+    """
+
+    architecture: str
+    qkv_bias: bool | str
+    attention_output_bias: bool | str
+    mlp_bias: bool | str = False
+    qk_norm: bool = False
+
+
+FAMILIES: Mapping[str, Family] = {
+    "llama": Family("LlamaForCausalLM", "attention_bias", "attention_bias", mlp_bias="mlp_bias"),
+    "mistral": Family("MistralForCausalLM", qkv_bias=False, attention_output_bias=False),
+    "qwen2": Family("Qwen2ForCausalLM", qkv_bias=True, attention_output_bias=False),
+    "qwen3": Family("Qwen3ForCausalLM", "attention_bias", "attention_bias", qk_norm=True),
+}
+
+# Fields of Hub configs that say nothing about the numbers that a decoder computes from its weights.
+INERT_FIELDS = frozenset(
+    "architectures auto_map dtype torch_dtype transformers_version use_cache unk_token_id sep_token_id cls_token_id "
+    "pretraining_tp is_llama_config transformers.js_config max_window_layers head_dim layer_types rope_theta "
+    "rope_scaling model_type".split()
+)
+# Fields that some Hub configs carry and that are understood at one value only.
+FIXED_FIELDS: Mapping[str, Any] = {
+    "rope_interleaved": False,
+    "is_encoder_decoder": False,
+    "partial_rotary_factor": 1.0,
+    "quantization_config": None,
+}
+
+
+@dataclass(frozen=True)
+class RopeConfig:
+    """Settings of the rotary embedding; those that a rope type does not use are None.
+
+    Attributes:
+        rope_type: one of `ROPE_TYPES`.
+        rope_theta: base of the wavelengths.
+        factor: stretch of the context (linear, dynamic, llama3, yarn).
+        original_max_position_embeddings: the context that was trained on (llama3, yarn).
+        low_freq_factor, high_freq_factor: the llama3 band that is interpolated.
+        attention_factor, beta_fast, beta_slow, mscale, mscale_all_dim, truncate: of YaRN (arXiv:2309.00071).
+    """
+
+    rope_type: str = "default"
+    rope_theta: float = 10000.0
+    factor: float | None = None
+    original_max_position_embeddings: int | None = None
+    low_freq_factor: float | None = None
+    high_freq_factor: float | None = None
+    attention_factor: float | None = None
+    beta_fast: float | None = None
+    beta_slow: float | None = None
+    mscale: float | None = None
+    mscale_all_dim: float | None = None
+    truncate: bool | None = None
+
+    @classmethod
+    def from_hf(cls, parameters: Mapping[str, Any]) -> RopeConfig:
+        """Reads the standardised `rope_parameters` of a Hub config.
+
+        Raises:
+            ConfigError: an unknown rope type or setting, or a setting that the type needs is absent.
+        """
+        known = {field.name for field in fields(cls)}
+        given = {key: value for key, value in parameters.items() if value is not None and key != "type"}
+        rope_type = given.get("rope_type", "default")
+        if rope_type not in ROPE_TYPES:
+            raise ConfigError(f"rope type {rope_type!r} is not supported: choose from {', '.join(ROPE_TYPES)}")
+        if given.pop("partial_rotary_factor", 1.0) != 1.0:
+            raise ConfigError("rope_parameters.partial_rotary_factor other than 1.0 is not supported")
+        if unknown := sorted(given.keys() - known):
+            raise ConfigError(f"rope_parameters has unknown setting {unknown[0]!r} for rope type {rope_type!r}")
+        rope = cls(**given)
+        needed = {
+            "linear": ("factor",),
+            "dynamic": ("factor",),
+            "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
+            "yarn": ("factor", "original_max_position_embeddings"),
+        }.get(rope_type, ())
+        for name in needed:
+            if getattr(rope, name) is None:
+                raise ConfigError(f"rope type {rope_type!r} needs rope_parameters.{name}, which is absent")
+        _check_positive("rope_parameters.", rope_theta=rope.rope_theta, factor=rope.factor)
+        return rope
+
+    def to_hf(self) -> dict[str, Any]:
+        """The `rope_parameters` of a Hub config, without the settings that the type does not use."""
+        return {key: value for key, value in asdict(self).items() if value is not None}
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """Everything that decides the shape and the arithmetic of a decoder. Counts are global, never a rank's own.
+
+    Attributes:
+        model_type: the family, a key of `FAMILIES`.
+        num_layers: decoder layers ("num_hidden_layers" on the Hub).
+        num_kv_heads: KV heads; divides num_attention_heads.
+        head_dim: width of a head; num_attention_heads · head_dim need not be hidden_size.
+        norm_eps: epsilon of every RMSNorm.
+        activation: gate activation of the MLP, one of `ACTIVATIONS`.
+        qkv_bias, attention_output_bias, mlp_bias: which linears have a bias.
+        qk_norm: RMSNorm over head_dim on every query and key head, before the rotary embedding.
+        sliding_windows: for each layer, how many last positions (the own included) a token sees; None = all.
+        attention_dropout, initializer_range: of training and of random initialisation.
+        dtype: the dtype that the config names ("bfloat16"), None where it names none.
+        eos_token_ids: end-of-sequence ids, possibly none.
+    """
+
+    model_type: str
+    hidden_size: int
+    num_layers: int
+    num_attention_heads: int
+    num_kv_heads: int
+    head_dim: int
+    intermediate_size: int
+    vocab_size: int
+    max_position_embeddings: int
+    rope: RopeConfig
+    norm_eps: float = 1e-6
+    activation: str = "silu"
+    qkv_bias: bool = False
+    attention_output_bias: bool = False
+    mlp_bias: bool = False
+    qk_norm: bool = False
+    tie_word_embeddings: bool = False
+    sliding_windows: tuple[int | None, ...] = ()
+    attention_dropout: float = 0.0
+    initializer_range: float = 0.02
+    dtype: str | None = None
+    bos_token_id: int | None = None
+    eos_token_ids: tuple[int, ...] = ()
+    pad_token_id: int | None = None
+
+    def __post_init__(self) -> None:
+        if not self.sliding_windows:
+            object.__setattr__(self, "sliding_windows", (None,) * self.num_layers)
+        self._check()
+
+    @property
+    def family(self) -> Family:
+        return FAMILIES[self.model_type]
+
+    @property
+    def architecture(self) -> str:
+        return self.family.architecture
+
+    def check_degree(self, tp_size: int) -> None:
+        """Refuses a tensor-parallel degree that would leave a rank without a query head.
+
+        Raises:
+            ConfigError: t < 1, or t above num_attention_heads.
+        """
+        if not 1 <= tp_size <= self.num_attention_heads:
+            raise ConfigError(
+                f"tensor-parallel degree {tp_size} is outside 1..{self.num_attention_heads}: "
+                f"num_attention_heads is {self.num_attention_heads} and every rank needs a whole query head"
+            )
+
+    @classmethod
+    def from_hf(cls, config: Mapping[str, Any] | PretrainedConfig) -> ModelConfig:
+        """Reads a Hub config: the content of a config.json, or a transformers config object.
+
+        Fields that are absent get the defaults of transformers' own config class of that family.
+
+        Raises:
+            ConfigError: an unknown family, rope type, activation or field, or sizes that do not fit together.
+        """
+        given = dict(config) if isinstance(config, Mapping) else config.to_dict()
+        model_type = str(given.get("model_type"))
+        architectures = given.get("architectures") or [None]
+        if model_type not in FAMILIES:
+            raise ConfigError(f"model_type {model_type!r} is not supported: choose from {', '.join(FAMILIES)}")
+        family = FAMILIES[model_type]
+        if architectures[0] not in (None, family.architecture):
+            raise ConfigError(f"architecture {architectures[0]!r} is not supported for {model_type}: "
+                              f"only {family.architecture}")  # fmt: skip
+        hub = _complete(given, model_type)
+
+        def trait(value: bool | str) -> bool:
+            return value if isinstance(value, bool) else bool(hub[value])
+
+        head_dim = hub.get("head_dim") or hub["hidden_size"] // max(1, hub["num_attention_heads"])
+        return cls(
+            model_type=model_type,
+            hidden_size=hub["hidden_size"],
+            num_layers=hub["num_hidden_layers"],
+            num_attention_heads=hub["num_attention_heads"],
+            num_kv_heads=hub["num_key_value_heads"],
+            head_dim=head_dim,
+            intermediate_size=hub["intermediate_size"],
+            vocab_size=hub["vocab_size"],
+            max_position_embeddings=hub["max_position_embeddings"],
+            rope=RopeConfig.from_hf(hub["rope_parameters"]),
+            norm_eps=hub["rms_norm_eps"],
+            activation=hub["hidden_act"],
+            qkv_bias=trait(family.qkv_bias),
+            attention_output_bias=trait(family.attention_output_bias),
+            mlp_bias=trait(family.mlp_bias),
+            qk_norm=family.qk_norm,
+            tie_word_embeddings=hub["tie_word_embeddings"],
+            sliding_windows=_sliding_windows(hub),
+            attention_dropout=hub["attention_dropout"],
+            initializer_range=hub["initializer_range"],
+            dtype=_dtype_name(given),
+            bos_token_id=hub["bos_token_id"],
+            eos_token_ids=as_token_ids(hub["eos_token_id"]),
+            pad_token_id=hub["pad_token_id"],
+        )
+
+    def to_hf(self) -> dict[str, Any]:
+        """The content of a config.json that transformers and `from_hf` read back to this same config."""
+        hub: dict[str, Any] = {
+            "architectures": [self.architecture],
+            "model_type": self.model_type,
+            "hidden_size": self.hidden_size,
+            "num_hidden_layers": self.num_layers,
+            "num_attention_heads": self.num_attention_heads,
+            "num_key_value_heads": self.num_kv_heads,
+            "head_dim": self.head_dim,
+            "intermediate_size": self.intermediate_size,
+            "vocab_size": self.vocab_size,
+            "max_position_embeddings": self.max_position_embeddings,
+            "rope_parameters": self.rope.to_hf(),
+            "rms_norm_eps": self.norm_eps,
+            "hidden_act": self.activation,
+            "tie_word_embeddings": self.tie_word_embeddings,
+            "attention_dropout": self.attention_dropout,
+            "initializer_range": self.initializer_range,
+            "bos_token_id": self.bos_token_id,
+            "eos_token_id": list(self.eos_token_ids) if len(self.eos_token_ids) > 1 else next(iter(self.eos_token_ids), None),
+            "pad_token_id": self.pad_token_id,
+            "dtype": self.dtype,
+        }  # fmt: skip
+        for field_name in ("qkv_bias", "attention_output_bias", "mlp_bias"):
+            source = getattr(self.family, field_name)
+            if isinstance(source, str):
+                hub[source] = getattr(self, field_name)
+        return hub | self._sliding_windows_to_hf()
+
+    def _sliding_windows_to_hf(self) -> dict[str, Any]:
+        window = next((w for w in self.sliding_windows if w is not None), None)
+        if self.model_type == "mistral":
+            return {"sliding_window": window}
+        if self.model_type in ("qwen2", "qwen3"):
+            types = ["full_attention" if w is None else "sliding_attention" for w in self.sliding_windows]
+            return {"use_sliding_window": window is not None, "sliding_window": window, "layer_types": types}
+        return {}
+
+    def _check(self) -> None:
+        if self.model_type not in FAMILIES:
+            raise ConfigError(f"model_type {self.model_type!r} is not supported: choose from {', '.join(FAMILIES)}")
+        _check_positive(
+            hidden_size=self.hidden_size,
+            num_layers=self.num_layers,
+            num_attention_heads=self.num_attention_heads,
+            num_kv_heads=self.num_kv_heads,
+            head_dim=self.head_dim,
+            intermediate_size=self.intermediate_size,
+            vocab_size=self.vocab_size,
+            max_position_embeddings=self.max_position_embeddings,
+            norm_eps=self.norm_eps,
+        )
+        if self.num_attention_heads % self.num_kv_heads:
+            raise ConfigError(
+                f"num_attention_heads {self.num_attention_heads} is not a multiple of num_kv_heads {self.num_kv_heads}"
+            )
+        if self.head_dim % 2:
+            raise ConfigError(f"head_dim {self.head_dim} is odd: the rotary embedding turns pairs of channels")
+        if self.activation not in ACTIVATIONS:
+            raise ConfigError(f"activation {self.activation!r} is not supported: choose from {', '.join(ACTIVATIONS)}")
+        if len(self.sliding_windows) != self.num_layers:
+            raise ConfigError(f"{len(self.sliding_windows)} sliding windows for {self.num_layers} layers")
+        for window in self.sliding_windows:
+            _check_positive(sliding_window=window)
+
+
+def as_token_ids(value: int | list[int] | None) -> tuple[int, ...]:
+    """End-of-sequence ids as Hub configs write them: one, a list, or nothing."""
+    if value is None:
+        return ()
+    return tuple(value) if isinstance(value, list) else (value,)
+
+
+def _complete(given: dict[str, Any], model_type: str) -> dict[str, Any]:
+    """Passes the fields through transformers' config class, which adds its defaults and unifies rope spellings."""
+    from transformers import AutoConfig
+
+    defaults = AutoConfig.for_model(model_type).to_dict()
+    for name, value in given.items():
+        if name in FIXED_FIELDS:
+            if value != FIXED_FIELDS[name]:
+                raise ConfigError(f"{name}={value!r} is not supported: only {FIXED_FIELDS[name]!r}")
+        elif name not in defaults and name not in INERT_FIELDS and not name.startswith("_"):
+            raise ConfigError(f"config field {name!r} (value {value!r}) is not known for {model_type}")
+    known = {name: value for name, value in given.items() if name not in FIXED_FIELDS and name != "model_type"}
+    try:
+        completed: dict[str, Any] = AutoConfig.for_model(model_type, **known).to_dict()
+        return completed
+    except (TypeError, ValueError, KeyError, ZeroDivisionError) as error:
+        raise ConfigError(f"{model_type} config is not valid: {' '.join(str(error).split())}") from error
+    except Exception as error:
+        if type(error).__module__.startswith("huggingface_hub"):  # its strict dataclasses raise types of their own
+            raise ConfigError(f"{model_type} config is not valid: {' '.join(str(error).split())}") from error
+        raise
+
+
+def _sliding_windows(hub: Mapping[str, Any]) -> tuple[int | None, ...]:
+    window: int | None = hub.get("sliding_window")
+    layer_types = hub.get("layer_types")
+    if layer_types is None:
+        return (window,) * int(hub["num_hidden_layers"])
+    for layer_type in layer_types:
+        if layer_type not in ("full_attention", "sliding_attention"):
+            raise ConfigError(f"layer type {layer_type!r} is not supported: full_attention or sliding_attention")
+    if window is None and "sliding_attention" in layer_types:
+        raise ConfigError("layer_types has sliding_attention, but sliding_window is not set or not in use")
+    return tuple(window if layer_type == "sliding_attention" else None for layer_type in layer_types)
+
+
+def _dtype_name(given: Mapping[str, Any]) -> str | None:
+    dtype = given.get("dtype") or given.get("torch_dtype")
+    return None if dtype is None else str(dtype).removeprefix("torch.")
+
+
+def _check_positive(prefix: str = "", **values: float | None) -> None:
+    for name, value in values.items():
+        if value is not None and not (isinstance(value, (int, float)) and value > 0):
+            raise ConfigError(f"{prefix}{name} is {value!r}: it must be a positive number")

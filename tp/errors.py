@@ -1,0 +1,51 @@
+"""Every error a user can cause or meet, as a type of its own.
+
+A message is one or two lines: what is wrong, where, the values, and what to do about it.
+Commands print the message alone; ``--debug`` adds the traceback.
+"""
+
+
+class TensorParallelError(Exception):
+    """Base of all typed errors; `exit_code` is the status a command ends with."""
+
+    exit_code = 1
+
+
+class ConfigError(TensorParallelError, ValueError):
+    """A model configuration that cannot be run: unknown family, bad size, unsupported field or degree."""
+
+    exit_code = 3
+
+
+class CheckpointError(TensorParallelError):
+    """A checkpoint that is absent, incomplete, damaged, or does not match its configuration."""
+
+    exit_code = 4
+
+
+class CapacityError(TensorParallelError):
+    """Weights, cache or request do not fit in the memory or context available."""
+
+    exit_code = 5
+
+
+class RequestError(TensorParallelError, ValueError):
+    """A request that cannot be served: empty prompt, contradictory options, ids out of range."""
+
+    exit_code = 2
+
+
+class LayoutError(TensorParallelError, TypeError):
+    """A tensor in one shard layout was given to something that needs another."""
+
+
+class CommunicationError(TensorParallelError):
+    """Ranks that cannot form a group, or whose collectives do not match."""
+
+    exit_code = 6
+
+
+class RankFailedError(TensorParallelError):
+    """A rank of this run raised or died; names the first one that did."""
+
+    exit_code = 7

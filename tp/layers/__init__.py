@@ -1,0 +1,43 @@
+"""Parallel layers: usable alone, in a module of the user's own, with a group that the user passes."""
+
+from tp.layers.attention import GroupedQueryAttention
+from tp.layers.embedding import ParallelLMHead, ShardedLogits, VocabParallelEmbedding
+from tp.layers.handles import Normed, Partial
+from tp.layers.kv_cache import KVCache
+from tp.layers.layout import Layout, Replicate
+from tp.layers.linear import (
+    ColumnParallelLinear,
+    MergedColumnParallelLinear,
+    QKVParallelLinear,
+    RowParallelLinear,
+    merged_columns,
+)
+from tp.layers.mlp import GatedMLP
+from tp.layers.norm import RMSNorm
+from tp.layers.residual_stream import ResidualStream, Site
+from tp.layers.rotary import RotaryEmbedding
+from tp.layers.step import SequenceSlice, Step
+
+__all__ = [
+    "ColumnParallelLinear",
+    "GatedMLP",
+    "GroupedQueryAttention",
+    "KVCache",
+    "Layout",
+    "MergedColumnParallelLinear",
+    "Normed",
+    "ParallelLMHead",
+    "Partial",
+    "QKVParallelLinear",
+    "RMSNorm",
+    "Replicate",
+    "ResidualStream",
+    "RotaryEmbedding",
+    "RowParallelLinear",
+    "SequenceSlice",
+    "ShardedLogits",
+    "Site",
+    "Step",
+    "VocabParallelEmbedding",
+    "merged_columns",
+]

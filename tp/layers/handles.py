@@ -1,0 +1,72 @@
+"""What passes between the residual stream and the linears: typed, so that a shard cannot be taken for a whole."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from torch import Tensor
+
+from tp.errors import LayoutError
+from tp.layers.layout import Layout
+from tp.parallel.group import TensorParallelGroup
+from tp.parallel.mappings import copy_to_tensor_parallel_region, reduce_from_tensor_parallel_region
+
+
+@dataclass(frozen=True)
+class Partial:
+    """One rank's addend of a sum over the group: what a row-parallel linear or the embedding leaves.
+
+    Attributes:
+        value: [..., D]; the sum over the ranks of the group is the complete value.
+        group: the ranks whose values add up.
+        bias: [D], whole on every rank, added once after the sum.
+    """
+
+    value: Tensor
+    group: TensorParallelGroup
+    bias: Tensor | None = None
+
+    def reduce(self) -> Tensor:
+        """The complete value on every rank: all-reduce, then the bias, once."""
+        return self.plus_bias(reduce_from_tensor_parallel_region(self.value, self.group))
+
+    def plus_bias(self, combined: Tensor) -> Tensor:
+        """`combined` (a sum over the ranks, in any layout) with the bias added."""
+        return combined if self.bias is None else combined + self.bias
+
+    def select(self, rows: Tensor) -> Partial:
+        """The same sum for some rows only."""
+        return replace(self, value=self.value.index_select(0, rows))
+
+
+@dataclass(frozen=True)
+class Normed:
+    """What a sublayer reads from the stream: the norm's output in the stream's layout.
+
+    The gather, where the layout needs one, happens when a consumer asks.
+    """
+
+    local: Tensor
+    layout: Layout
+
+    def whole(self) -> Tensor:
+        """[N, D] for column-parallel linears (backward: each rank's gradient is a partial sum)."""
+        return self.layout.whole(self.local)
+
+    def replicated(self) -> Tensor:
+        """[N, D] for a consumer that computes the same on every rank."""
+        return self.layout.replicated(self.local)
+
+
+def column_parallel_input(x: Tensor | Normed, group: TensorParallelGroup) -> Tensor:
+    """The whole input of a column-parallel linear: from the stream, or a replicated tensor of the user's own.
+
+    Raises:
+        LayoutError: `x` is a partial sum that nobody has combined, or anything else.
+    """
+    if isinstance(x, Normed):
+        return x.whole()
+    if isinstance(x, Tensor):
+        return copy_to_tensor_parallel_region(x, group)
+    raise LayoutError(f"a column-parallel linear takes a Tensor or a Normed, not a {type(x).__name__}"
+                      + (": call .reduce() first" if isinstance(x, Partial) else ""))  # fmt: skip

@@ -1,0 +1,92 @@
+"""The decoder: embedding, layers, final norm, around one residual stream."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from tp.config import ModelConfig
+from tp.layers.attention import GroupedQueryAttention
+from tp.layers.embedding import VocabParallelEmbedding
+from tp.layers.kv_cache import KVCache, LayerCache
+from tp.layers.layout import Replicate
+from tp.layers.mlp import GatedMLP
+from tp.layers.norm import RMSNorm
+from tp.layers.residual_stream import ResidualStream, Site, Tap
+from tp.layers.rotary import RotaryEmbedding
+from tp.layers.step import Step
+from tp.parallel.group import TensorParallelGroup
+
+
+class DecoderLayer(nn.Module):
+    """h = x + Attention(Norm(x)); y = h + MLP(Norm(h)). The stream combines the ranks' partial sums at each read."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        index: int,
+        group: TensorParallelGroup,
+        *,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+    ) -> None:
+        super().__init__()
+        self.index = index
+        self.input_layernorm = RMSNorm(config.hidden_size, config.norm_eps, group, dtype=dtype, device=device)
+        self.self_attn = GroupedQueryAttention(config, config.sliding_windows[index], group, dtype=dtype, device=device)
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.norm_eps, group, dtype=dtype, device=device)
+        self.mlp = GatedMLP(
+            config.hidden_size,
+            config.intermediate_size,
+            config.activation,
+            group,
+            bias=config.mlp_bias,
+            dtype=dtype,
+            device=device,
+        )
+
+    def forward(
+        self, stream: ResidualStream, step: Step, rotary: tuple[Tensor, Tensor], cache: LayerCache | None
+    ) -> ResidualStream:
+        z = stream.read(self.input_layernorm)
+        stream.write(self.self_attn(z, step, rotary, cache), Site(self.index, "attn_out"))
+        z = stream.read(self.post_attention_layernorm)
+        stream.write(self.mlp(z), Site(self.index, "mlp_out"))
+        return stream
+
+
+class Decoder(nn.Module):
+    """Token ids → the residual stream after the last layer."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        group: TensorParallelGroup,
+        *,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+    ) -> None:
+        super().__init__()
+        self.group = group
+        self.embed_tokens = VocabParallelEmbedding(
+            config.vocab_size, config.hidden_size, group, dtype=dtype, device=device
+        )
+        self.layers = nn.ModuleList(
+            DecoderLayer(config, index, group, dtype=dtype, device=device) for index in range(config.num_layers)
+        )
+        self.norm = RMSNorm(config.hidden_size, config.norm_eps, group, dtype=dtype, device=device)
+        self.rotary = RotaryEmbedding(config.rope, config.head_dim, config.max_position_embeddings)
+
+    def forward(self, step: Step, cache: KVCache | None = None, tap: Tap | None = None) -> ResidualStream:
+        """Runs the step's tokens through every layer; the last layer's write is still pending.
+
+        Args:
+            cache: extended by the step's keys and values; None where every sequence begins and ends in the step.
+            tap: sees and may edit each complete write, see `tp.layers.residual_stream.Tap`.
+        """
+        stream = ResidualStream(Replicate(self.group, step.num_tokens), tap=tap)
+        stream.write(self.embed_tokens(step.token_ids), Site(None, "embed"))
+        rotary = self.rotary(step, self.embed_tokens.weight.dtype)
+        for index, layer in enumerate(self.layers):
+            stream = layer(stream, step, rotary, cache.layers[index] if cache else None)
+        return stream

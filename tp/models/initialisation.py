@@ -1,0 +1,51 @@
+"""Random parameters that are the same model at every tensor-parallel degree."""
+
+from __future__ import annotations
+
+import hashlib
+
+import torch
+from torch import nn
+
+from tp.layers.parameter import NamedParameter, named_parts
+from tp.parallel.partition import Part
+
+ROWS_PER_DRAW = 64
+"""Rows of a Hub tensor that one generator draws: the unit in which a shard can be drawn alone."""
+
+
+@torch.no_grad()
+def initialise_parameters(model: nn.Module, seed: int, std: float = 0.02) -> None:
+    """Matrices from N(0, std²), norm weights 1, biases and padding 0, as transformers initialises these families.
+
+    What is drawn depends on (seed, Hub name, row block) only: gathered weights are bitwise equal at every t.
+    """
+    for parameter in named_parts(model):
+        parameter.tensor.zero_()
+        for part in parameter.parts:
+            if parameter.tensor.dim() == 2:
+                _draw_part(parameter, part, seed, std)
+            elif part.name.endswith("norm.weight"):
+                parameter.slice_of(part).fill_(1.0)
+
+
+def _draw_part(parameter: NamedParameter, part: Part, seed: int, std: float) -> None:
+    target = parameter.slice_of(part)
+    if part.dim == 0:
+        rows, columns = range(part.global_start, part.global_start + part.length), slice(None)
+        num_columns = target.shape[1]
+    else:
+        rows, columns = range(target.shape[0]), slice(part.global_start, part.global_start + part.length)
+        num_columns = part.global_length
+    for block in range(rows.start // ROWS_PER_DRAW, -(-rows.stop // ROWS_PER_DRAW)):
+        drawn = _draw_block(f"{seed}/{part.name}/{block}", num_columns) * std
+        first = max(rows.start, block * ROWS_PER_DRAW)
+        last = min(rows.stop, (block + 1) * ROWS_PER_DRAW)
+        taken = drawn[first - block * ROWS_PER_DRAW : last - block * ROWS_PER_DRAW, columns]
+        target[first - rows.start : last - rows.start] = taken
+
+
+def _draw_block(key: str, num_columns: int) -> torch.Tensor:
+    digest = hashlib.sha256(key.encode()).digest()
+    generator = torch.Generator("cpu").manual_seed(int.from_bytes(digest[:8], "little", signed=True))
+    return torch.randn(ROWS_PER_DRAW, num_columns, generator=generator)

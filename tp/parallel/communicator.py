@@ -1,0 +1,245 @@
+"""Collectives of one group, behind one interface, counted and timed.
+
+`OrderedCommunicator` owns its sums: it exchanges the addends and adds them in rank order in float32, so
+that replicas are bitwise equal and an all-reduce equals a reduce-scatter followed by an all-gather.
+`NativeCommunicator` leaves the sum to the backend (NCCL).
+"""
+
+from __future__ import annotations
+
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from tp.errors import CommunicationError
+from tp.parallel.partition import chunk_ranges
+
+ONE_SHOT_BYTES = 64 * 1024
+"""Up to this size an all-reduce exchanges whole addends (one step); above, chunks (two steps)."""
+
+
+@dataclass
+class CommunicationStatistics:
+    """What a communicator has done since the last `reset`.
+
+    Attributes:
+        calls: collectives entered.
+        bytes: bytes of the tensors that this rank handed in (all_reduce, reduce_scatter, broadcast) or
+            got back (all_gather).
+        seconds: time inside collectives on this rank, waiting for peers included. On CUDA it is the time
+            between events around the collective on its stream.
+    """
+
+    calls: int = 0
+    bytes: int = 0
+    host_seconds: float = 0.0
+    cuda_events: list[tuple[torch.cuda.Event, torch.cuda.Event]] = field(default_factory=list)
+
+    @property
+    def seconds(self) -> float:
+        for start, end in self.cuda_events:
+            end.synchronize()
+            self.host_seconds += start.elapsed_time(end) / 1e3
+        self.cuda_events.clear()
+        return self.host_seconds
+
+    def reset(self) -> None:
+        self.calls = self.bytes = 0
+        self.host_seconds = 0.0
+        self.cuda_events.clear()
+
+
+class Communicator(ABC):
+    """Collectives over the ranks of one group. Inputs may be strided and are never changed."""
+
+    def __init__(self, rank: int, size: int) -> None:
+        self.rank = rank
+        self.size = size
+        self.statistics = CommunicationStatistics()
+
+    def all_reduce(self, tensor: Tensor) -> Tensor:
+        """Sum over ranks of equally shaped tensors; the result has the tensor's dtype."""
+        return self._timed(tensor.nbytes, tensor.device, lambda: self._all_reduce(tensor))
+
+    def all_gather(self, tensor: Tensor, sizes: Sequence[int]) -> Tensor:
+        """Concatenation, in rank order along dim 0, of every rank's tensor.
+
+        Args:
+            tensor: [sizes[rank], ...], the other dimensions equal on all ranks.
+            sizes: rows of every rank; may be uneven and contain zeros.
+        """
+        self._check_rows(tensor.shape[0], sizes[self.rank], "all_gather")
+        nbytes = sum(sizes) * tensor[:1].numel() * tensor.element_size() if tensor.shape[0] else 0
+        return self._timed(nbytes, tensor.device, lambda: self._all_gather(tensor, sizes))
+
+    def reduce_scatter(self, tensor: Tensor, sizes: Sequence[int]) -> Tensor:
+        """Sum over ranks of [sum(sizes), ...], of which this rank keeps its sizes[rank] rows."""
+        self._check_rows(tensor.shape[0], sum(sizes), "reduce_scatter")
+        return self._timed(tensor.nbytes, tensor.device, lambda: self._reduce_scatter(tensor, sizes))
+
+    def broadcast(self, tensor: Tensor, source: int = 0) -> Tensor:
+        """The tensor of rank `source`; on the other ranks `tensor` gives shape, dtype and device."""
+        return self._timed(tensor.nbytes, tensor.device, lambda: self._broadcast(tensor, source))
+
+    @abstractmethod
+    def all_gather_object(self, value: Any) -> list[Any]:
+        """Every rank's (picklable) value, in rank order. For set-up and errors, not for steps."""
+
+    @abstractmethod
+    def _all_reduce(self, tensor: Tensor) -> Tensor: ...
+
+    @abstractmethod
+    def _all_gather(self, tensor: Tensor, sizes: Sequence[int]) -> Tensor: ...
+
+    @abstractmethod
+    def _reduce_scatter(self, tensor: Tensor, sizes: Sequence[int]) -> Tensor: ...
+
+    @abstractmethod
+    def _broadcast(self, tensor: Tensor, source: int) -> Tensor: ...
+
+    def _check_rows(self, rows: int, expected: int, operation: str) -> None:
+        if rows != expected:
+            raise CommunicationError(f"{operation} on rank {self.rank}: tensor has {rows} rows, sizes say {expected}")
+
+    def _timed(self, nbytes: int, device: torch.device, collective: Callable[[], Tensor]) -> Tensor:
+        self.statistics.calls += 1
+        self.statistics.bytes += nbytes
+        if device.type == "cuda":
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            start.record()
+            result = collective()
+            end.record()
+            self.statistics.cuda_events.append((start, end))
+            return result
+        began = time.perf_counter()
+        result = collective()
+        self.statistics.host_seconds += time.perf_counter() - began
+        return result
+
+
+class AloneCommunicator(Communicator):
+    """The group of one rank: every collective is the identity, and nothing is counted."""
+
+    def __init__(self) -> None:
+        super().__init__(0, 1)
+
+    def all_gather_object(self, value: Any) -> list[Any]:
+        return [value]
+
+    def _timed(self, nbytes: int, device: torch.device, collective: Callable[[], Tensor]) -> Tensor:
+        return collective()
+
+    def _all_reduce(self, tensor: Tensor) -> Tensor:
+        return tensor
+
+    def _all_gather(self, tensor: Tensor, sizes: Sequence[int]) -> Tensor:
+        return tensor
+
+    def _reduce_scatter(self, tensor: Tensor, sizes: Sequence[int]) -> Tensor:
+        return tensor
+
+    def _broadcast(self, tensor: Tensor, source: int) -> Tensor:
+        return tensor
+
+
+class ProcessGroupCommunicator(Communicator):
+    """What the communicators over a torch process group have in common."""
+
+    def __init__(self, process_group: dist.ProcessGroup) -> None:
+        super().__init__(dist.get_rank(process_group), dist.get_world_size(process_group))
+        self.process_group = process_group
+
+    def all_gather_object(self, value: Any) -> list[Any]:
+        values: list[Any] = [None] * self.size
+        dist.all_gather_object(values, value, group=self.process_group)
+        return values
+
+    def _broadcast(self, tensor: Tensor, source: int) -> Tensor:
+        result = tensor.clone(memory_format=torch.contiguous_format)
+        dist.broadcast(result, group=self.process_group, group_src=source)
+        return result
+
+
+class OrderedCommunicator(ProcessGroupCommunicator):
+    """Collectives over gloo: an exchange of addends, then sums in rank order with float32 accumulation.
+
+    gloo adds bfloat16 in bfloat16 and in an order of its own; its all-to-all is also its fastest collective.
+    CUDA tensors pass through host memory, so several ranks may share one GPU.
+    """
+
+    def _all_reduce(self, tensor: Tensor) -> Tensor:
+        if tensor.nbytes <= ONE_SHOT_BYTES:
+            addends = self._all_gather(tensor.unsqueeze(0), [1] * self.size)
+            return sum_in_rank_order(addends.unbind(0))
+        sizes = [len(chunk) for chunk in chunk_ranges(tensor.numel(), self.size)]
+        reduced = self._reduce_scatter(tensor.reshape(-1), sizes)
+        return self._all_gather(reduced, sizes).view(tensor.shape)
+
+    def _all_gather(self, tensor: Tensor, sizes: Sequence[int]) -> Tensor:
+        outgoing = torch.cat([tensor] * self.size)
+        return self._exchange(outgoing, [tensor.shape[0]] * self.size, sizes)
+
+    def _reduce_scatter(self, tensor: Tensor, sizes: Sequence[int]) -> Tensor:
+        rows = sizes[self.rank]
+        addends = self._exchange(tensor.contiguous(), sizes, [rows] * self.size)
+        return sum_in_rank_order(addends.split(rows)) if rows else addends
+
+    def _broadcast(self, tensor: Tensor, source: int) -> Tensor:
+        return super()._broadcast(tensor.cpu(), source).to(tensor.device)
+
+    def _exchange(self, outgoing: Tensor, send: Sequence[int], receive: Sequence[int]) -> Tensor:
+        """Sends `send[r]` rows to each rank r and returns the `receive[r]` rows from each, in rank order."""
+        staged = outgoing.cpu()
+        incoming = staged.new_empty((sum(receive), *staged.shape[1:]))
+        dist.all_to_all_single(incoming, staged, list(receive), list(send), group=self.process_group)
+        return incoming.to(outgoing.device)
+
+
+class NativeCommunicator(ProcessGroupCommunicator):
+    """Collectives of the backend itself (NCCL); it chooses the order and precision of its sums."""
+
+    def _all_reduce(self, tensor: Tensor) -> Tensor:
+        result = tensor.clone(memory_format=torch.contiguous_format)
+        dist.all_reduce(result, group=self.process_group)
+        return result
+
+    def _all_gather(self, tensor: Tensor, sizes: Sequence[int]) -> Tensor:
+        longest = max(sizes)
+        padded = _pad_rows(tensor, longest)
+        gathered = padded.new_empty((self.size * longest, *tensor.shape[1:]))
+        dist.all_gather_into_tensor(gathered, padded, group=self.process_group)
+        if min(sizes) == longest:
+            return gathered
+        return torch.cat([block[:rows] for block, rows in zip(gathered.split(longest), sizes, strict=True)])
+
+    def _reduce_scatter(self, tensor: Tensor, sizes: Sequence[int]) -> Tensor:
+        longest = max(sizes)
+        if min(sizes) == longest:
+            padded = tensor.contiguous()
+        else:
+            padded = torch.cat([_pad_rows(block, longest) for block in tensor.split(list(sizes))])
+        reduced = padded.new_empty((longest, *tensor.shape[1:]))
+        dist.reduce_scatter_tensor(reduced, padded, group=self.process_group)
+        return reduced[: sizes[self.rank]]
+
+
+def sum_in_rank_order(addends: Sequence[Tensor]) -> Tensor:
+    """((a_0 + a_1) + a_2) + …, accumulated in float32 (float64 stays float64), rounded once to their dtype."""
+    first = addends[0]
+    floating = first.is_floating_point() and first.dtype != torch.float64
+    total = first.to(torch.float32, copy=True) if floating else first.clone()
+    for addend in addends[1:]:
+        total += addend
+    return total.to(first.dtype)
+
+
+def _pad_rows(tensor: Tensor, rows: int) -> Tensor:
+    if tensor.shape[0] == rows:
+        return tensor.contiguous()
+    return torch.cat([tensor, tensor.new_zeros((rows - tensor.shape[0], *tensor.shape[1:]))])

@@ -1,0 +1,148 @@
+"""The tensor-parallel group: an object that is passed in; nothing here or above asks the world for its size."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from datetime import timedelta
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from tp.errors import CommunicationError, TensorParallelError
+from tp.parallel.communicator import (
+    AloneCommunicator,
+    Communicator,
+    NativeCommunicator,
+    OrderedCommunicator,
+)
+
+T = TypeVar("T")
+
+
+class TensorParallelGroup:
+    """The ranks that one model is split over, as this rank sees them.
+
+    Attributes:
+        rank: this rank's index within the group.
+        size: the tensor-parallel degree t.
+        device: where this rank's tensors live.
+        communicator: the collectives of the group.
+    """
+
+    def __init__(self, communicator: Communicator, device: torch.device | str = "cpu") -> None:
+        self.communicator = communicator
+        self.device = torch.device(device)
+
+    @property
+    def rank(self) -> int:
+        return self.communicator.rank
+
+    @property
+    def size(self) -> int:
+        return self.communicator.size
+
+    def __repr__(self) -> str:
+        return f"TensorParallelGroup(rank={self.rank}, size={self.size}, device={str(self.device)!r})"
+
+    @classmethod
+    def alone(cls, device: torch.device | str = "cpu") -> TensorParallelGroup:
+        """A group of one rank; needs no process group."""
+        return cls(AloneCommunicator(), device)
+
+    @classmethod
+    def from_process_group(
+        cls, process_group: dist.ProcessGroup, device: torch.device | str | None = None
+    ) -> TensorParallelGroup:
+        """The group of an existing torch process group, NCCL or gloo.
+
+        Args:
+            device: this rank's device; by default the current CUDA device under NCCL, else the CPU.
+
+        Raises:
+            CommunicationError: a backend other than NCCL and gloo, or a rank outside the process group.
+        """
+        if dist.get_rank(process_group) < 0:
+            raise CommunicationError("this process is not a member of the process group that was given")
+        backend = dist.get_backend(process_group)
+        if backend == "nccl":
+            device = device or torch.device("cuda", torch.cuda.current_device())
+            return cls(NativeCommunicator(process_group), device)
+        if backend == "gloo":
+            return cls(OrderedCommunicator(process_group), device or "cpu")
+        raise CommunicationError(f"backend {backend!r} is not supported: use nccl or gloo")
+
+    @classmethod
+    def from_device_mesh(cls, mesh: DeviceMesh, dim: str = "tp") -> TensorParallelGroup:
+        """The group along one named dimension of a torch `DeviceMesh`."""
+        return cls.from_process_group(mesh.get_group(dim), None if mesh.device_type == "cuda" else mesh.device_type)
+
+    @classmethod
+    def from_environment(
+        cls, backend: str | None = None, device: str | None = None, timeout_s: float = 60.0
+    ) -> TensorParallelGroup:
+        """The group of all ranks that a launcher (torchrun) started: RANK, LOCAL_RANK, WORLD_SIZE, MASTER_*.
+
+        Initialises torch.distributed where it is not yet, after binding the device. Without those variables,
+        or with WORLD_SIZE=1, the group is `alone`.
+
+        Args:
+            backend: "nccl" or "gloo"; by default nccl on CUDA, gloo on CPU.
+            device: "cuda" or "cpu"; by default cuda where there is one.
+            timeout_s: seconds that a collective waits for a peer.
+
+        Raises:
+            CommunicationError: NCCL asked for with fewer GPUs than local ranks, or without CUDA.
+        """
+        device_type = device or ("cuda" if torch.cuda.is_available() else "cpu")
+        backend = backend or ("nccl" if device_type == "cuda" else "gloo")
+        bound = _bind_device(device_type, backend)
+        if int(os.environ.get("WORLD_SIZE", "1")) == 1:
+            return cls.alone(bound)
+        if not dist.is_initialized():
+            dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s))
+        world = dist.group.WORLD
+        assert world is not None
+        return cls.from_process_group(world, bound)
+
+    def agree(self, action: Callable[[], T]) -> T:
+        """Runs `action` on every rank; if it raised a typed error on any, the lowest such rank's error is raised on all.
+
+        So a bad file or a full disk that one rank sees is everyone's error, and nobody waits for a peer that gave up.
+        """
+        result: T | None = None
+        error: TensorParallelError | None = None
+        try:
+            result = action()
+        except TensorParallelError as raised:
+            error = raised
+        errors = self.communicator.all_gather_object(error)
+        for rank, raised_there in enumerate(errors):
+            if raised_there is not None:
+                if error is not None and rank == self.rank:
+                    raise error
+                raise raised_there
+        return result  # type: ignore[return-value]
+
+
+def _bind_device(device_type: str, backend: str) -> torch.device:
+    """Chooses and sets this rank's device before any collective is made."""
+    if device_type == "cpu":
+        if backend == "nccl":
+            raise CommunicationError("backend nccl needs CUDA devices: use --backend gloo with --device cpu")
+        return torch.device("cpu")
+    if not torch.cuda.is_available():
+        raise CommunicationError("device cuda was asked for, but torch sees no CUDA device: use --device cpu")
+    devices = torch.cuda.device_count()
+    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+    local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", os.environ.get("WORLD_SIZE", "1")))
+    if backend == "nccl" and local_world_size > devices:
+        raise CommunicationError(
+            f"{local_world_size} ranks on this host but {devices} GPUs: NCCL takes one rank a GPU; "
+            "use fewer ranks, or --backend gloo to share GPUs"
+        )
+    bound = torch.device("cuda", local_rank % devices)
+    torch.cuda.set_device(bound)
+    return bound
