@@ -16,39 +16,76 @@ from tp.models import CausalLM
 from tp.parallel import TensorParallelGroup
 
 TINY_CONFIGS: dict[str, dict[str, Any]] = {
-    "qwen2": dict(
-        hidden_size=42, num_hidden_layers=3, num_attention_heads=6, num_key_value_heads=2, head_dim=10,
-        intermediate_size=75, vocab_size=97, tie_word_embeddings=False, rope_theta=5000.0, rms_norm_eps=1e-5,
-    ),
-    "qwen3": dict(
-        hidden_size=30, num_hidden_layers=3, num_attention_heads=10, num_key_value_heads=5, head_dim=14,
-        intermediate_size=203, vocab_size=101, tie_word_embeddings=True, attention_bias=True, rms_norm_eps=1e-6,
-    ),
-    "llama": dict(
-        hidden_size=45, num_hidden_layers=2, num_attention_heads=9, num_key_value_heads=3, head_dim=16,
-        intermediate_size=71, vocab_size=103, tie_word_embeddings=True, attention_bias=True, mlp_bias=True,
-    ),
-    "mistral": dict(
-        hidden_size=40, num_hidden_layers=3, num_attention_heads=8, num_key_value_heads=2, head_dim=12,
-        intermediate_size=67, vocab_size=89, sliding_window=7, tie_word_embeddings=False,
-    ),
-}  # fmt: skip
+    "qwen2": {
+        "hidden_size": 42,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 6,
+        "num_key_value_heads": 2,
+        "head_dim": 10,
+        "intermediate_size": 75,
+        "vocab_size": 97,
+        "tie_word_embeddings": False,
+        "rope_theta": 5000.0,
+        "rms_norm_eps": 1e-5,
+    },
+    "qwen3": {
+        "hidden_size": 30,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 10,
+        "num_key_value_heads": 5,
+        "head_dim": 14,
+        "intermediate_size": 203,
+        "vocab_size": 101,
+        "tie_word_embeddings": True,
+        "attention_bias": True,
+        "rms_norm_eps": 1e-6,
+    },
+    "llama": {
+        "hidden_size": 45,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 9,
+        "num_key_value_heads": 3,
+        "head_dim": 16,
+        "intermediate_size": 71,
+        "vocab_size": 103,
+        "tie_word_embeddings": True,
+        "attention_bias": True,
+        "mlp_bias": True,
+    },
+    "mistral": {
+        "hidden_size": 40,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 2,
+        "head_dim": 12,
+        "intermediate_size": 67,
+        "vocab_size": 89,
+        "sliding_window": 7,
+        "tie_word_embeddings": False,
+    },
+}
 
 ROPE_PARAMETERS: dict[str, dict[str, Any]] = {
-    "default": dict(rope_type="default", rope_theta=3000.0),
-    "linear": dict(rope_type="linear", rope_theta=3000.0, factor=2.5),
-    "dynamic": dict(rope_type="dynamic", rope_theta=3000.0, factor=3.0),
-    "llama3": dict(
-        rope_type="llama3", rope_theta=3000.0, factor=32.0, low_freq_factor=1.0, high_freq_factor=4.0,
-        original_max_position_embeddings=16,
-    ),
-    "yarn": dict(rope_type="yarn", rope_theta=3000.0, factor=4.0, original_max_position_embeddings=16),
-}  # fmt: skip
+    "default": {"rope_type": "default", "rope_theta": 3000.0},
+    "linear": {"rope_type": "linear", "rope_theta": 3000.0, "factor": 2.5},
+    "dynamic": {"rope_type": "dynamic", "rope_theta": 3000.0, "factor": 3.0},
+    "llama3": {
+        "rope_type": "llama3",
+        "rope_theta": 3000.0,
+        "factor": 32.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 16,
+    },
+    "yarn": {"rope_type": "yarn", "rope_theta": 3000.0, "factor": 4.0, "original_max_position_embeddings": 16},
+}
 
 
 def hub_config(family: str, **overrides: Any) -> dict[str, Any]:
     """The content of a config.json of a tiny model of the family."""
-    return {"model_type": family, "max_position_embeddings": 128, "eos_token_id": None} | TINY_CONFIGS[family] | overrides
+    return (
+        {"model_type": family, "max_position_embeddings": 128, "eos_token_id": None} | TINY_CONFIGS[family] | overrides
+    )
 
 
 def transformers_model(family: str, seed: int = 0, **overrides: Any) -> Any:

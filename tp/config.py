@@ -91,8 +91,7 @@ class RopeConfig:
         known = {field.name for field in fields(cls)}
         given = {key: value for key, value in parameters.items() if value is not None and key != "type"}
         rope_type = given.get("rope_type", "default")
-        if rope_type not in ROPE_TYPES:
-            raise ConfigError(f"rope type {rope_type!r} is not supported: choose from {', '.join(ROPE_TYPES)}")
+        _check_rope_type(parameters)
         if given.pop("partial_rotary_factor", 1.0) != 1.0:
             raise ConfigError("rope_parameters.partial_rotary_factor other than 1.0 is not supported")
         if unknown := sorted(given.keys() - known):
@@ -255,10 +254,10 @@ class ModelConfig:
             "attention_dropout": self.attention_dropout,
             "initializer_range": self.initializer_range,
             "bos_token_id": self.bos_token_id,
-            "eos_token_id": list(self.eos_token_ids) if len(self.eos_token_ids) > 1 else next(iter(self.eos_token_ids), None),
+            "eos_token_id": list(self.eos_token_ids) or None,
             "pad_token_id": self.pad_token_id,
             "dtype": self.dtype,
-        }  # fmt: skip
+        }
         for field_name in ("qkv_bias", "attention_output_bias", "mlp_bias"):
             source = getattr(self.family, field_name)
             if isinstance(source, str):
@@ -320,6 +319,7 @@ def _complete(given: dict[str, Any], model_type: str) -> dict[str, Any]:
                 raise ConfigError(f"{name}={value!r} is not supported: only {FIXED_FIELDS[name]!r}")
         elif name not in defaults and name not in INERT_FIELDS and not name.startswith("_"):
             raise ConfigError(f"config field {name!r} (value {value!r}) is not known for {model_type}")
+    _check_rope_type(given.get("rope_parameters") or given.get("rope_scaling") or {})
     known = {name: value for name, value in given.items() if name not in FIXED_FIELDS and name != "model_type"}
     try:
         completed: dict[str, Any] = AutoConfig.for_model(model_type, **known).to_dict()
@@ -330,6 +330,13 @@ def _complete(given: dict[str, Any], model_type: str) -> dict[str, Any]:
         if type(error).__module__.startswith("huggingface_hub"):  # its strict dataclasses raise types of their own
             raise ConfigError(f"{model_type} config is not valid: {' '.join(str(error).split())}") from error
         raise
+
+
+def _check_rope_type(parameters: Mapping[str, Any]) -> None:
+    """Before transformers sees them: it only logs some types that it does not know."""
+    rope_type = parameters.get("rope_type", parameters.get("type", "default"))
+    if rope_type not in ROPE_TYPES:
+        raise ConfigError(f"rope type {rope_type!r} is not supported: choose from {', '.join(ROPE_TYPES)}")
 
 
 def _sliding_windows(hub: Mapping[str, Any]) -> tuple[int | None, ...]:

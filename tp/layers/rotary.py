@@ -80,7 +80,10 @@ def llama3_inverse_frequencies(plain: Tensor, rope: RopeConfig) -> Tensor:
 
     In between the two are mixed, linearly in L₀/wavelength.
     """
-    assert rope.factor and rope.low_freq_factor and rope.high_freq_factor and rope.original_max_position_embeddings
+    assert rope.factor
+    assert rope.low_freq_factor
+    assert rope.high_freq_factor
+    assert rope.original_max_position_embeddings
     turns = rope.original_max_position_embeddings * plain / (2 * math.pi)
     kept = ((turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)).clamp(0, 1)
     return (1 - kept) * plain / rope.factor + kept * plain
@@ -88,7 +91,8 @@ def llama3_inverse_frequencies(plain: Tensor, rope: RopeConfig) -> Tensor:
 
 def yarn_inverse_frequencies(plain: Tensor, rope: RopeConfig, head_dim: int) -> Tensor:
     """YaRN (Peng et al. 2023, arXiv:2309.00071): slow channels interpolated, fast ones kept, a ramp between."""
-    assert rope.factor and rope.original_max_position_embeddings
+    assert rope.factor
+    assert rope.original_max_position_embeddings
 
     def channel_of(turns: float) -> float:
         """The (fractional) channel pair that makes `turns` turns within the trained context."""

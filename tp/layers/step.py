@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 
 import torch
@@ -63,7 +64,7 @@ class Step:
         stops = [0]
         for piece in self.sequences:
             stops.append(stops[-1] + piece.length)
-        return [range(start, stop) for start, stop in zip(stops, stops[1:], strict=False)]
+        return [range(start, stop) for start, stop in itertools.pairwise(stops)]
 
     def last_rows(self) -> Tensor:
         """[B] int64: the row of each sequence's last token."""

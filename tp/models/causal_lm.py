@@ -88,9 +88,8 @@ class CausalLM(nn.Module):
         if input_ids.dim() != 2 or input_ids.numel() == 0:
             raise RequestError(f"input_ids is {tuple(input_ids.shape)}: it must be [batch, length], neither empty")
         if attention_mask is not None and attention_mask.shape != input_ids.shape:
-            raise RequestError(
-                f"attention_mask is {tuple(attention_mask.shape)}, input_ids is {tuple(input_ids.shape)}: they must agree"
-            )
+            shapes = f"attention_mask is {tuple(attention_mask.shape)}, input_ids is {tuple(input_ids.shape)}"
+            raise RequestError(f"{shapes}: they must agree")
         mask = torch.ones_like(input_ids, dtype=torch.bool) if attention_mask is None else attention_mask.bool()
         low, high = torch.aminmax(input_ids.where(mask, 0))
         if low < 0 or high >= self.config.vocab_size:

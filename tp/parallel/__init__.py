@@ -1,6 +1,6 @@
 """Groups, collectives, their gradients, and the arithmetic of who owns what."""
 
-from tp.parallel.communicator import Communicator, CommunicationStatistics
+from tp.parallel.communicator import CommunicationStatistics, Communicator
 from tp.parallel.group import TensorParallelGroup
 from tp.parallel.partition import Part
 

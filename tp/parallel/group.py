@@ -108,7 +108,7 @@ class TensorParallelGroup:
         return cls.from_process_group(world, bound)
 
     def agree(self, action: Callable[[], T]) -> T:
-        """Runs `action` on every rank; if it raised a typed error on any, the lowest such rank's error is raised on all.
+        """Runs `action` on every rank; a typed error on any is raised on all (the lowest such rank's error).
 
         So a bad file or a full disk that one rank sees is everyone's error, and nobody waits for a peer that gave up.
         """

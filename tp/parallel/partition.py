@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import groupby
+from itertools import groupby, pairwise
 
 FEATURE_BLOCK = 64
 """Width, in features, of the blocks in which an MLP's intermediate size is dealt out."""
@@ -42,7 +42,7 @@ def feature_ranges(num_features: int, tp_size: int) -> tuple[range, ...]:
     block = FEATURE_BLOCK if ceil_div(num_features, FEATURE_BLOCK) >= tp_size else 1
     blocks = ceil_div(num_features, block)
     bounds = [min(num_features, ceil_div(r * blocks, tp_size) * block) for r in range(tp_size + 1)]
-    return tuple(range(start, stop) for start, stop in zip(bounds, bounds[1:], strict=False))
+    return tuple(range(start, stop) for start, stop in pairwise(bounds))
 
 
 def chunk_ranges(num_items: int, tp_size: int) -> tuple[range, ...]:
@@ -130,7 +130,7 @@ def shared_parts(
     own = ranges[tp_rank]
     bounds = sorted({edge for r in ranges for edge in (r.start, r.stop) if own.start < edge < own.stop})
     edges = [own.start, *bounds, own.stop]
-    for start, stop in zip(edges, edges[1:], strict=False):
+    for start, stop in pairwise(edges):
         if stop > start:
             yield Part(
                 name=name,

@@ -1,0 +1,173 @@
+"""Collectives: right values in rank order, whatever the dtype, size, strides and evenness; inputs untouched."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tp.errors import CommunicationError, RequestError
+from tp.parallel import TensorParallelGroup
+from tp.parallel.communicator import ONE_SHOT_BYTES, sum_in_rank_order
+
+DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64]
+
+
+def _addend(rank, shape, dtype, device):
+    generator = torch.Generator().manual_seed(rank)
+    values = torch.randn(shape, generator=generator) * 10
+    return values.to(dtype).to(device)
+
+
+def _collectives(group, shape, dtype, sizes):
+    """Every collective on strided inputs; returns results, and whether inputs stayed as they were."""
+    communicator = group.communicator
+    mine = _addend(group.rank, shape, dtype, group.device)
+    strided = mine.t().contiguous().t() if mine.dim() == 2 else mine
+    before = strided.clone()
+    rows = _addend(group.rank, (sum(sizes), 3), dtype, group.device)
+    results = (
+        communicator.all_reduce(strided).cpu(),
+        communicator.all_gather(rows[: sizes[group.rank]], sizes).cpu(),
+        communicator.reduce_scatter(rows.t().contiguous().t(), sizes).cpu(),
+        communicator.broadcast(strided, source=group.size - 1).cpu(),
+    )
+    return results, bool(torch.equal(strided, before))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("t", [1, 2, 3, 4])
+def test_collectives_equal_the_sums_and_concatenations_of_one_process(ranks, t, dtype):
+    sizes = [5, 0, 2, 4][:t]
+    shapes = [(7, 5), (ONE_SHOT_BYTES // 4 // 5 + 3, 5)]  # one step, and two
+    for shape in shapes:
+        outcomes = ranks(t).run(_collectives, shape, dtype, sizes)
+        addends = [_addend(rank, shape, dtype, "cpu") for rank in range(t)]
+        rows = [_addend(rank, (sum(sizes), 3), dtype, "cpu") for rank in range(t)]
+        for rank, ((reduced, gathered, scattered, broadcast), untouched) in enumerate(outcomes):
+            assert untouched
+            assert_sum(reduced, sum_in_rank_order(addends))
+            assert torch.equal(gathered, torch.cat([rows[r][: sizes[r]] for r in range(t)]))
+            assert_sum(scattered, sum_in_rank_order(rows).split(sizes)[rank])
+            assert torch.equal(broadcast, addends[-1])
+
+
+def assert_sum(actual, expected):
+    """Bitwise where we own the sum; NCCL adds in an order of its own."""
+    if torch.cuda.device_count() > 1:
+        torch.testing.assert_close(actual, expected)
+    else:
+        assert torch.equal(actual, expected)
+
+
+def test_sums_accumulate_in_float32_and_round_once():
+    ones = torch.full((3,), 1.0, dtype=torch.bfloat16)
+    small = torch.full((3,), 2.0**-9, dtype=torch.bfloat16)  # below half an ulp of 1
+    addends = [ones, small, small, small]
+    assert torch.equal(sum_in_rank_order(addends), (ones.float() + 3 * small.float()).bfloat16())
+    assert not torch.equal(sum_in_rank_order(addends), ones)
+
+
+def _bfloat16_sum(group):
+    value = torch.tensor([group.rank + 1.0], dtype=torch.bfloat16, device=group.device)
+    return (
+        group.communicator.all_reduce(value).tolist(),
+        group.communicator.reduce_scatter(value.repeat(group.size), [1] * group.size).tolist(),
+    )
+
+
+def test_bfloat16_sum_of_one_and_two_is_three(ranks):
+    assert ranks(2).run(_bfloat16_sum) == [([3.0], [3.0]), ([3.0], [3.0])]
+
+
+def _count(group):
+    group.communicator.statistics.reset()
+    group.communicator.all_reduce(torch.ones(6, device=group.device))
+    group.communicator.all_gather(torch.ones(2, 3, device=group.device), [2] * group.size)
+    statistics = group.communicator.statistics
+    return statistics.calls, statistics.bytes, statistics.seconds
+
+
+def test_calls_and_bytes_and_time_are_counted(ranks):
+    for calls, nbytes, seconds in ranks(3).run(_count):
+        assert (calls, nbytes) == (2, 6 * 4 + 3 * 2 * 3 * 4)
+        assert 0 < seconds < 5
+
+
+def _wrong_rows(group):
+    try:
+        group.communicator.all_gather(torch.ones(2, 1), [3] * group.size)
+    except CommunicationError as error:
+        return str(error)
+
+
+def test_sizes_that_contradict_the_tensor_are_refused_before_anything_is_sent(ranks):
+    assert ranks(2).run(_wrong_rows)[1] == "all_gather on rank 1: tensor has 2 rows, sizes say 3"
+
+
+def _one_rank_objects(group):
+    def action():
+        if group.rank in (1, 2):
+            raise RequestError(f"bad file on {group.rank}")
+        return group.rank
+
+    try:
+        group.agree(action)
+    except RequestError as error:
+        return str(error)
+
+
+def test_an_error_of_one_rank_is_raised_on_all(ranks):
+    assert ranks(3).run(_one_rank_objects) == ["bad file on 1"] * 3
+
+
+def _agreed(group):
+    return group.agree(lambda: group.rank * 10)
+
+
+def test_without_errors_each_rank_has_its_own_result(ranks):
+    assert ranks(3).run(_agreed) == [0, 10, 20]
+
+
+def _from_mesh(group):
+    mesh = dist.device_mesh.init_device_mesh(group.device.type, (2, 2), mesh_dim_names=("dp", "tp"))
+    inner = TensorParallelGroup.from_device_mesh(mesh, "tp")
+    value = torch.tensor([10.0 ** dist.get_rank()], device=inner.device)
+    return inner.rank, inner.size, inner.communicator.all_reduce(value).item()
+
+
+def test_groups_along_a_device_mesh_do_not_see_each_other(ranks):
+    assert ranks(4).run(_from_mesh) == [(0, 2, 11.0), (1, 2, 11.0), (0, 2, 1100.0), (1, 2, 1100.0)]
+
+
+def test_a_group_of_one_needs_no_process_group(monkeypatch):
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    group = TensorParallelGroup.from_environment(device="cpu")
+    assert (group.rank, group.size) == (0, 1)
+    assert not dist.is_initialized()
+
+
+def test_more_ranks_than_gpus_is_refused_before_nccl_starts(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    with pytest.raises(CommunicationError, match="2 ranks on this host but 1 GPUs"):
+        TensorParallelGroup.from_environment(backend="nccl", device="cuda")
+
+
+def test_the_device_is_bound_before_the_process_group_is_made(monkeypatch):
+    order = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: order.append(("set_device", str(device))))
+    monkeypatch.setattr(dist, "is_initialized", lambda: False)
+    monkeypatch.setattr(dist, "init_process_group", lambda *a, **k: order.append(("init", a[0])))
+    monkeypatch.setattr(
+        TensorParallelGroup, "from_process_group", classmethod(lambda cls, world, device: cls.alone("cpu"))
+    )
+    monkeypatch.setattr(type(dist.group), "WORLD", property(lambda cls: object()))
+    for name, value in {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "LOCAL_RANK": "1"}.items():
+        monkeypatch.setenv(name, value)
+    TensorParallelGroup.from_environment()
+    assert order == [("set_device", "cuda:1"), ("init", "nccl")]
