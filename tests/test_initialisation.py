@@ -30,7 +30,7 @@ def assemble(outcomes):
             if name not in whole:
                 shape = list(piece.shape)
                 shape[dim] = length
-                whole[name] = torch.full(shape, float("nan"))
+                whole[name] = torch.full(shape, float("nan"), dtype=piece.dtype)
             target = whole[name].narrow(dim, start, piece.shape[dim])
             assert target.isnan().all() or torch.equal(target, piece), name
             target.copy_(piece)

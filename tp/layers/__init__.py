@@ -4,7 +4,7 @@ from tp.layers.attention import GroupedQueryAttention
 from tp.layers.embedding import ParallelLMHead, ShardedLogits, VocabParallelEmbedding
 from tp.layers.handles import Normed, Partial
 from tp.layers.kv_cache import KVCache
-from tp.layers.layout import Layout, Replicate
+from tp.layers.layout import Layout, LayoutRule, Replicate, ShardTokens, automatic_layout
 from tp.layers.linear import (
     ColumnParallelLinear,
     MergedColumnParallelLinear,
@@ -24,6 +24,7 @@ __all__ = [
     "GroupedQueryAttention",
     "KVCache",
     "Layout",
+    "LayoutRule",
     "MergedColumnParallelLinear",
     "Normed",
     "ParallelLMHead",
@@ -35,9 +36,11 @@ __all__ = [
     "RotaryEmbedding",
     "RowParallelLinear",
     "SequenceSlice",
+    "ShardTokens",
     "ShardedLogits",
     "Site",
     "Step",
     "VocabParallelEmbedding",
+    "automatic_layout",
     "merged_columns",
 ]

@@ -13,7 +13,7 @@ from tp.kernels.rotary import apply_rotary
 from tp.layers.handles import Normed, Partial
 from tp.layers.kv_cache import LayerCache
 from tp.layers.linear import FeatureShares, QKVParallelLinear, RowParallelLinear
-from tp.layers.norm import RMSNorm
+from tp.layers.norm import HeadRMSNorm
 from tp.layers.step import SequenceSlice, Step
 from tp.parallel.group import TensorParallelGroup
 from tp.parallel.partition import HeadRun, query_head_ranges, uniform_runs
@@ -53,11 +53,11 @@ class GroupedQueryAttention(nn.Module):
             dtype=dtype,
             device=device,
         )
-        self.q_norm: RMSNorm | None = None
-        self.k_norm: RMSNorm | None = None
+        self.q_norm: HeadRMSNorm | None = None
+        self.k_norm: HeadRMSNorm | None = None
         if config.qk_norm:
-            self.q_norm = RMSNorm(head_dim, config.norm_eps, group, dtype=dtype, device=device)
-            self.k_norm = RMSNorm(head_dim, config.norm_eps, group, dtype=dtype, device=device)
+            self.q_norm = HeadRMSNorm(head_dim, config.norm_eps, group, dtype=dtype, device=device)
+            self.k_norm = HeadRMSNorm(head_dim, config.norm_eps, group, dtype=dtype, device=device)
 
     def forward(
         self, x: Tensor | Normed, step: Step, rotary: tuple[Tensor, Tensor], cache: LayerCache | None = None

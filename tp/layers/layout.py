@@ -3,12 +3,21 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from tp.parallel.group import TensorParallelGroup
-from tp.parallel.mappings import copy_to_tensor_parallel_region, reduce_from_tensor_parallel_region
+from tp.parallel.mappings import (
+    copy_to_tensor_parallel_region,
+    gather_from_region,
+    gather_from_sequence_parallel_region,
+    reduce_from_tensor_parallel_region,
+    reduce_scatter_to_sequence_parallel_region,
+)
+from tp.parallel.partition import chunk_ranges
 
 
 @dataclass(frozen=True)
@@ -22,6 +31,11 @@ class Layout(ABC):
 
     group: TensorParallelGroup
     num_tokens: int
+
+    @property
+    @abstractmethod
+    def sharded(self) -> bool:
+        """Whether ranks hold different tokens, so that gradients of what is replicated are partial sums."""
 
     @abstractmethod
     def combine(self, partial_sum: Tensor) -> Tensor:
@@ -44,6 +58,10 @@ class Layout(ABC):
 class Replicate(Layout):
     """Every rank holds the whole stream [N, D]; a write is an all-reduce."""
 
+    @property
+    def sharded(self) -> bool:
+        return False
+
     def combine(self, partial_sum: Tensor) -> Tensor:
         return reduce_from_tensor_parallel_region(partial_sum, self.group)
 
@@ -55,3 +73,62 @@ class Replicate(Layout):
 
     def select(self, local: Tensor, rows: Tensor) -> Tensor:
         return local.index_select(0, rows)
+
+
+@dataclass(frozen=True)
+class ShardTokens(Layout):
+    """Sequence parallelism (Korthikanti et al. 2022, arXiv:2205.05198): rank r owns tokens [r·⌈N/t⌉, (r+1)·⌈N/t⌉).
+
+    A write is a reduce-scatter, so that the add and the norm run on this rank's tokens only; a column-parallel
+    linear gathers what the norm gives. Real tokens only: late ranks may own fewer, or none, and enter every
+    collective all the same.
+    """
+
+    @property
+    def sizes(self) -> list[int]:
+        """Tokens of every rank."""
+        return [len(tokens) for tokens in chunk_ranges(self.num_tokens, self.group.size)]
+
+    @property
+    def tokens(self) -> range:
+        """This rank's tokens."""
+        return chunk_ranges(self.num_tokens, self.group.size)[self.group.rank]
+
+    @property
+    def sharded(self) -> bool:
+        return self.group.size > 1
+
+    def combine(self, partial_sum: Tensor) -> Tensor:
+        return reduce_scatter_to_sequence_parallel_region(partial_sum, self.group, self.sizes)
+
+    def whole(self, local: Tensor) -> Tensor:
+        return gather_from_sequence_parallel_region(local, self.group, self.sizes)
+
+    def replicated(self, local: Tensor) -> Tensor:
+        return gather_from_region(local, self.group, self.sizes)
+
+    def select(self, local: Tensor, rows: Tensor) -> Tensor:
+        own = rows - self.tokens.start
+        owned = (own >= 0) & (own < len(self.tokens))
+        if not len(self.tokens):  # nothing to index, but the graph and the collective are entered
+            selected = local.sum(0, keepdim=True).expand(len(rows), -1)
+        else:
+            selected = local.index_select(0, own.where(owned, 0))
+        return reduce_from_tensor_parallel_region(selected.where(owned.unsqueeze(-1), 0), self.group)
+
+
+LayoutRule = Callable[[TensorParallelGroup, int], Layout]
+"""Chooses the layout of a step from the group and N alone, so that all ranks choose alike."""
+
+SHARDED_PREFILL_TOKENS = 512
+"""From this many tokens on, `automatic_layout` shards a step without gradients."""
+
+
+def automatic_layout(group: TensorParallelGroup, num_tokens: int) -> Layout:
+    """Shards tokens in training and in long prefill, where it divides activations by t; else replicates.
+
+    In decode latency rules: one all-reduce is cheaper than a reduce-scatter and an all-gather.
+    """
+    if torch.is_grad_enabled() or num_tokens >= SHARDED_PREFILL_TOKENS:
+        return ShardTokens(group, num_tokens)
+    return Replicate(group, num_tokens)

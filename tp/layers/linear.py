@@ -14,9 +14,10 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from tp.layers.handles import Normed, Partial, column_parallel_input
-from tp.layers.parameter import ParallelModule, replicated_parts
+from tp.layers.layout import Layout
+from tp.layers.parameter import ParallelModule, SharedSlice, replicated_parts
 from tp.parallel.group import TensorParallelGroup
-from tp.parallel.partition import feature_ranges, kv_head_ranges, query_head_ranges, shared_parts
+from tp.parallel.partition import feature_ranges, held_segments, kv_head_ranges, query_head_ranges, shared_parts
 
 
 @dataclass(frozen=True)
@@ -71,14 +72,14 @@ class MergedColumnParallelLinear(ParallelModule):
     ) -> None:
         super().__init__()
         self.group = group
+        self.shares = tuple(shares)
         self.local_sizes = [share.local_features(group.rank) for share in shares]
         rows = sum(self.local_sizes)
         self.weight = nn.Parameter(torch.zeros(rows, in_features, dtype=dtype, device=device))
         self.bias = nn.Parameter(torch.zeros(rows, dtype=dtype, device=device)) if bias else None
-        starts = [sum(self.local_sizes[:index]) for index in range(len(shares))]
         parts = tuple(
             part
-            for share, start in zip(shares, starts, strict=True)
+            for share, start in zip(shares, self._local_starts(), strict=True)
             for part in shared_parts(
                 share.name,
                 share.ranges,
@@ -90,6 +91,22 @@ class MergedColumnParallelLinear(ParallelModule):
             )
         )
         self.parameter_parts = {"weight": parts, "bias": parts} if bias else {"weight": parts}
+
+    def shared_slices(self, layout: Layout) -> list[SharedSlice]:
+        """Units held by several ranks (KV heads): each rank's query heads give only a part of their gradient."""
+        slices = []
+        for share, start in zip(self.shares, self._local_starts(), strict=True):
+            own = share.ranges[self.group.rank]
+            for segment in held_segments(share.ranges):
+                if len(segment.holders) > 1:
+                    held = self.group.rank in segment.holders
+                    local_start = start + (segment.units.start - own.start) * share.unit if held else None
+                    length = len(segment.units) * share.unit
+                    slices += [SharedSlice(name, length, local_start) for name in self.parameter_parts]
+        return slices
+
+    def _local_starts(self) -> list[int]:
+        return [sum(self.local_sizes[:index]) for index in range(len(self.local_sizes))]
 
     def forward(self, x: Tensor | Normed) -> Tensor:
         """[..., in_features], replicated or from the stream → [..., Σ local_sizes]."""
@@ -183,6 +200,10 @@ class RowParallelLinear(ParallelModule):
         )
         if bias:
             self.parameter_parts["bias"] = replicated_parts(out_features, group)
+
+    def shared_slices(self, layout: Layout) -> list[SharedSlice]:
+        """The bias is added to this rank's tokens only where they are sharded."""
+        return [SharedSlice("bias", len(self.bias), 0)] if self.bias is not None and layout.sharded else []
 
     def forward(self, x: Tensor) -> Partial:
         """[..., this rank's input features] → this rank's addend of [..., out_features]."""

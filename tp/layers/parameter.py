@@ -7,8 +7,24 @@ from dataclasses import dataclass, replace
 
 from torch import Tensor, nn
 
+from tp.layers.layout import Layout
 from tp.parallel.group import TensorParallelGroup
 from tp.parallel.partition import Part
+
+
+@dataclass(frozen=True)
+class SharedSlice:
+    """Rows of a parameter of which several ranks compute partial gradients; enumerated alike on every rank.
+
+    Attributes:
+        name: of the parameter in its module.
+        length: rows along dim 0.
+        local_start: where they lie in this rank's parameter; None where this rank does not hold them.
+    """
+
+    name: str
+    length: int
+    local_start: int | None
 
 
 class ParallelModule(nn.Module):
@@ -17,6 +33,10 @@ class ParallelModule(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.parameter_parts: dict[str, tuple[Part, ...]] = {}
+
+    def shared_slices(self, layout: Layout) -> list[SharedSlice]:
+        """What of this module's gradients is a partial sum in `layout`, to be summed over the group."""
+        return []
 
 
 @dataclass(frozen=True)

@@ -67,7 +67,7 @@ class CausalLM(nn.Module):
         """
         mask = self._check_input(input_ids, attention_mask)
         step = Step.from_padded(input_ids, mask)
-        logits = self.lm_head(self.model(step).read(self.model.norm))
+        logits = self.lm_head(self.model.final_norm(self.model(step)))
         padded = logits.local.new_zeros((*input_ids.shape, logits.local.shape[-1]))
         padded = padded.index_put((mask,), logits.local)
         sharded = ShardedLogits(padded, self.group, self.config.vocab_size)
@@ -76,7 +76,7 @@ class CausalLM(nn.Module):
     def next_token_logits(self, step: Step, cache: KVCache) -> ShardedLogits:
         """Runs a step and returns [B, V]: the logits at the last token of each of its sequences, and no others."""
         stream = self.model(step, cache).take(step.last_rows())
-        logits: ShardedLogits = self.lm_head(stream.read(self.model.norm))
+        logits: ShardedLogits = self.lm_head(self.model.final_norm(stream))
         return logits
 
     def hidden_states(self, step: Step, cache: KVCache | None = None) -> ResidualStream:

@@ -8,12 +8,14 @@ from torch import Tensor, nn
 from tp.config import ModelConfig
 from tp.layers.attention import GroupedQueryAttention
 from tp.layers.embedding import VocabParallelEmbedding
+from tp.layers.handles import Normed
 from tp.layers.kv_cache import KVCache, LayerCache
-from tp.layers.layout import Replicate
+from tp.layers.layout import LayoutRule, automatic_layout
 from tp.layers.mlp import GatedMLP
 from tp.layers.norm import RMSNorm
 from tp.layers.residual_stream import ResidualStream, Site, Tap
 from tp.layers.rotary import RotaryEmbedding
+from tp.layers.shared_gradients import finished_gradients
 from tp.layers.step import Step
 from tp.parallel.group import TensorParallelGroup
 
@@ -48,15 +50,29 @@ class DecoderLayer(nn.Module):
     def forward(
         self, stream: ResidualStream, step: Step, rotary: tuple[Tensor, Tensor], cache: LayerCache | None
     ) -> ResidualStream:
-        z = stream.read(self.input_layernorm)
-        stream.write(self.self_attn(z, step, rotary, cache), Site(self.index, "attn_out"))
-        z = stream.read(self.post_attention_layernorm)
-        stream.write(self.mlp(z), Site(self.index, "mlp_out"))
+        with finished_gradients(self, stream.layout):
+            z = stream.read(self.input_layernorm)
+            stream.write(self.self_attn(z, step, rotary, cache), Site(self.index, "attn_out"))
+            z = stream.read(self.post_attention_layernorm)
+            stream.write(self.mlp(z), Site(self.index, "mlp_out"))
         return stream
 
 
+def run_layer(
+    layer: nn.Module, stream: ResidualStream, step: Step, rotary: tuple[Tensor, Tensor], cache: LayerCache | None
+) -> ResidualStream:
+    """Calls the layer; what activation checkpointing replaces."""
+    result: ResidualStream = layer(stream, step, rotary, cache)
+    return result
+
+
 class Decoder(nn.Module):
-    """Token ids → the residual stream after the last layer."""
+    """Token ids → the residual stream after the last layer.
+
+    Attributes:
+        choose_layout: decides, once a forward, how the stream lies over the ranks.
+        run_layer: how a layer is called.
+    """
 
     def __init__(
         self,
@@ -76,6 +92,8 @@ class Decoder(nn.Module):
         )
         self.norm = RMSNorm(config.hidden_size, config.norm_eps, group, dtype=dtype, device=device)
         self.rotary = RotaryEmbedding(config.rope, config.head_dim, config.max_position_embeddings)
+        self.choose_layout: LayoutRule = automatic_layout
+        self.run_layer = run_layer
 
     def forward(self, step: Step, cache: KVCache | None = None, tap: Tap | None = None) -> ResidualStream:
         """Runs the step's tokens through every layer; the last layer's write is still pending.
@@ -84,9 +102,14 @@ class Decoder(nn.Module):
             cache: extended by the step's keys and values; None where every sequence begins and ends in the step.
             tap: sees and may edit each complete write, see `tp.layers.residual_stream.Tap`.
         """
-        stream = ResidualStream(Replicate(self.group, step.num_tokens), tap=tap)
+        stream = ResidualStream(self.choose_layout(self.group, step.num_tokens), tap=tap)
         stream.write(self.embed_tokens(step.token_ids), Site(None, "embed"))
         rotary = self.rotary(step, self.embed_tokens.weight.dtype)
         for index, layer in enumerate(self.layers):
-            stream = layer(stream, step, rotary, cache.layers[index] if cache else None)
+            stream = self.run_layer(layer, stream, step, rotary, cache.layers[index] if cache else None)
         return stream
+
+    def final_norm(self, stream: ResidualStream) -> Normed:
+        """What the LM head reads: the norm of the settled stream."""
+        with finished_gradients(self.norm, stream.layout):
+            return stream.read(self.norm)

@@ -88,6 +88,23 @@ def uniform_runs(num_heads: int, num_kv_heads: int, tp_size: int, tp_rank: int) 
 
 
 @dataclass(frozen=True)
+class HeldSegment:
+    """Consecutive units held by the same ranks."""
+
+    units: range
+    holders: tuple[int, ...]
+
+
+def held_segments(ranges: Sequence[range]) -> Iterator[HeldSegment]:
+    """Cuts units dealt out as `ranges` (which may overlap) wherever the set of ranks that hold a unit changes."""
+    edges = sorted({edge for owned in ranges for edge in (owned.start, owned.stop)})
+    for start, stop in pairwise(edges):
+        holders = tuple(rank for rank, owned in enumerate(ranges) if start in owned)
+        if holders:
+            yield HeldSegment(range(start, stop), holders)
+
+
+@dataclass(frozen=True)
 class Part:
     """A slice of one tensor of the Hub layout, and where it lies in this rank's parameter.
 
@@ -123,21 +140,15 @@ def shared_parts(
         unit: elements of `dim` a unit takes (head_dim for heads).
         local_start: where this tensor begins in the local parameter.
     """
-
-    def holders(index: int) -> tuple[int, ...]:
-        return tuple(rank for rank, owned in enumerate(ranges) if index in owned)
-
     own = ranges[tp_rank]
-    bounds = sorted({edge for r in ranges for edge in (r.start, r.stop) if own.start < edge < own.stop})
-    edges = [own.start, *bounds, own.stop]
-    for start, stop in pairwise(edges):
-        if stop > start:
+    for segment in held_segments(ranges):
+        if tp_rank in segment.holders:
             yield Part(
                 name=name,
                 dim=dim,
-                global_start=start * unit,
-                length=(stop - start) * unit,
-                local_start=local_start + (start - own.start) * unit,
+                global_start=segment.units.start * unit,
+                length=len(segment.units) * unit,
+                local_start=local_start + (segment.units.start - own.start) * unit,
                 global_length=global_length,
-                sharers=holders(start),
+                sharers=segment.holders,
             )
