@@ -40,10 +40,12 @@ class Step:
     Attributes:
         token_ids: [N] int64.
         sequences: the slices that the N tokens fall into, in order.
+        dropout_seed: of this training step, equal on all ranks; None where nothing is dropped.
     """
 
     token_ids: Tensor
     sequences: tuple[SequenceSlice, ...]
+    dropout_seed: int | None = None
 
     def __post_init__(self) -> None:
         if self.token_ids.dim() != 1 or sum(piece.length for piece in self.sequences) != len(self.token_ids):

@@ -35,7 +35,7 @@ class DecoderLayer(nn.Module):
         super().__init__()
         self.index = index
         self.input_layernorm = RMSNorm(config.hidden_size, config.norm_eps, group, dtype=dtype, device=device)
-        self.self_attn = GroupedQueryAttention(config, config.sliding_windows[index], group, dtype=dtype, device=device)
+        self.self_attn = GroupedQueryAttention(config, index, group, dtype=dtype, device=device)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.norm_eps, group, dtype=dtype, device=device)
         self.mlp = GatedMLP(
             config.hidden_size,
