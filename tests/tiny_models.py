@@ -6,7 +6,7 @@ transformers initialises biases to 0 and norms to 1, which hides faults: here ev
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -14,6 +14,8 @@ from tp.config import ModelConfig
 from tp.layers.parameter import named_parts
 from tp.models import CausalLM
 from tp.parallel import TensorParallelGroup
+
+Model = TypeVar("Model", bound=CausalLM)
 
 TINY_CONFIGS: dict[str, dict[str, Any]] = {
     "qwen2": {
@@ -119,10 +121,11 @@ def parallel_model(
     weights: dict[str, torch.Tensor],
     group: TensorParallelGroup,
     dtype: torch.dtype = torch.float32,
-) -> CausalLM:
+    model_class: type[Model] = CausalLM,
+) -> Model:
     """This rank's share of a model with the given whole Hub tensors, cut by the parts of each parameter."""
     config = config if isinstance(config, ModelConfig) else ModelConfig.from_hf(config)
-    model = CausalLM(config, group, dtype=dtype)
+    model = model_class(config, group, dtype=dtype)
     with torch.no_grad():
         for parameter in named_parts(model):
             for part in parameter.parts:

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from tp.config import ModelConfig
 from tp.layers.attention import GroupedQueryAttention
 from tp.layers.embedding import VocabParallelEmbedding
-from tp.layers.handles import Normed
+from tp.layers.handles import Normed, Partial
 from tp.layers.kv_cache import KVCache, LayerCache
 from tp.layers.layout import LayoutRule, automatic_layout
 from tp.layers.mlp import GatedMLP
@@ -103,8 +103,9 @@ class Decoder(nn.Module):
             tap: sees and may edit each complete write, see `tp.layers.residual_stream.Tap`.
         """
         stream = ResidualStream(self.choose_layout(self.group, step.num_tokens), tap=tap)
-        stream.write(self.embed_tokens(step.token_ids), Site(None, "embed"))
-        rotary = self.rotary(step, self.embed_tokens.weight.dtype)
+        embedding: Partial = self.embed_tokens(step.token_ids)
+        stream.write(embedding, Site(None, "embed"))
+        rotary = self.rotary(step, embedding.value.dtype)
         for index, layer in enumerate(self.layers):
             stream = self.run_layer(layer, stream, step, rotary, cache.layers[index] if cache else None)
         return stream

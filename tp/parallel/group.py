@@ -44,6 +44,11 @@ class TensorParallelGroup:
     def size(self) -> int:
         return self.communicator.size
 
+    @property
+    def process_group(self) -> dist.ProcessGroup | None:
+        """torch's group of these ranks, for torch's own wrappers; None for a group that is alone."""
+        return getattr(self.communicator, "process_group", None)
+
     def __repr__(self) -> str:
         return f"TensorParallelGroup(rank={self.rank}, size={self.size}, device={str(self.device)!r})"
 

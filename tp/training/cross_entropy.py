@@ -34,6 +34,7 @@ def vocab_parallel_cross_entropy(
     ignore_index: int = IGNORE_INDEX,
     label_smoothing: float = 0.0,
     data_parallel_group: TensorParallelGroup | None = None,
+    count: int | None = None,
 ) -> Tensor:
     """Mean loss over the valid labels of all data-parallel ranks; 0, with zero gradients, where there are none.
 
@@ -47,6 +48,7 @@ def vocab_parallel_cross_entropy(
         ignore_index: the label of tokens that do not count.
         label_smoothing: ε.
         data_parallel_group: other ranks with other tokens.
+        count: what the sum is divided by, where the caller has counted (over micro-batches, say).
 
     Raises:
         LayoutError: whole logits, whose loss would come out too large by log t.
@@ -54,14 +56,14 @@ def vocab_parallel_cross_entropy(
     """
     if not isinstance(logits, ShardedLogits):
         raise LayoutError(f"the sharded loss takes ShardedLogits, not a {type(logits).__name__} of whole logits")
-    count = valid_label_count(labels, logits.vocab_size, ignore_index, data_parallel_group)
+    divisor = count or valid_label_count(labels, logits.vocab_size, ignore_index, data_parallel_group)
     shard = _Shard(logits.group, logits.vocab_start_index, logits.num_valid, logits.vocab_size)
     if labels.shape != logits.local.shape[:-1]:
         raise RequestError(f"labels are {tuple(labels.shape)}, logits {tuple(logits.local.shape)}: one label a row")
     loss: Tensor = _CrossEntropy.apply(  # type: ignore[no-untyped-call]
         logits.local, labels, shard, ignore_index, label_smoothing
     )
-    return loss / count
+    return loss / divisor
 
 
 def chunked_head_cross_entropy(
@@ -73,6 +75,7 @@ def chunked_head_cross_entropy(
     ignore_index: int = IGNORE_INDEX,
     label_smoothing: float = 0.0,
     data_parallel_group: TensorParallelGroup | None = None,
+    count: int | None = None,
 ) -> Tensor:
     """The LM head and its loss in one, `chunk_size` tokens at a time: never more logits than that exist at once.
 
@@ -82,18 +85,21 @@ def chunked_head_cross_entropy(
     whole = column_parallel_input(x, head.group)
     if labels.shape != whole.shape[:-1]:
         raise RequestError(f"labels are {tuple(labels.shape)} for states {tuple(whole.shape)}: one label a row")
-    count = valid_label_count(labels, head.vocab_size, ignore_index, data_parallel_group)
+    divisor = count or valid_label_count(labels, head.vocab_size, ignore_index, data_parallel_group)
     shard = _Shard(head.group, head.vocab_range.start, len(head.vocab_range), head.vocab_size)
     loss: Tensor = _ChunkedHeadCrossEntropy.apply(  # type: ignore[no-untyped-call]
-        whole, head.weight, labels, shard, ignore_index, label_smoothing, chunk_size
+        whole, head.weight.to(whole.dtype), labels, shard, ignore_index, label_smoothing, chunk_size
     )
-    return loss / count
+    return loss / divisor
 
 
 def valid_label_count(
-    labels: Tensor, vocab_size: int, ignore_index: int, data_parallel_group: TensorParallelGroup | None = None
-) -> Tensor:
-    """Labels that count, over all data-parallel ranks, at least 1; a scalar.
+    labels: Tensor,
+    vocab_size: int,
+    ignore_index: int = IGNORE_INDEX,
+    data_parallel_group: TensorParallelGroup | None = None,
+) -> int:
+    """Labels that count, over all data-parallel ranks; at least 1.
 
     Raises:
         RequestError: a label outside the vocabulary that is not `ignore_index`, on whatever rank, raised on all.
@@ -106,7 +112,7 @@ def valid_label_count(
     if counts[1] > 0:
         worst = labels[outside].tolist()[:3]
         raise RequestError(f"{int(counts[1])} labels are outside 0..{vocab_size - 1} (here {worst})")
-    return counts[0].clamp_min(1)
+    return max(1, int(counts[0]))
 
 
 class _Shard(NamedTuple):

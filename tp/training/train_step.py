@@ -1,0 +1,137 @@
+"""One optimiser step: micro-batches accumulated over data-parallel ranks, clipped, applied."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from tp.layers.step import SequenceSlice, Step
+from tp.models import CausalLM
+from tp.parallel.group import TensorParallelGroup
+from tp.training.clip_grad import clip_grad_norm_
+from tp.training.cross_entropy import IGNORE_INDEX, chunked_head_cross_entropy, valid_label_count
+
+
+@dataclass(frozen=True)
+class TrainingBatch:
+    """One micro-batch of one data-parallel rank, flattened.
+
+    Attributes:
+        token_ids: [N] int64.
+        labels: [N] int64, what each token is to predict, IGNORE_INDEX where nothing.
+        lengths: of the sequences that the N tokens are, in order; no attention across them.
+    """
+
+    token_ids: Tensor
+    labels: Tensor
+    lengths: tuple[int, ...]
+
+    def step(self, dropout_seed: int | None = None) -> Step:
+        """The forward's input."""
+        return Step(self.token_ids, tuple(SequenceSlice(length) for length in self.lengths), dropout_seed)
+
+
+@dataclass(frozen=True)
+class StepReport:
+    """What one step did, equal on all ranks.
+
+    Attributes:
+        loss: mean over the valid labels of all micro-batches and data-parallel ranks, in nats.
+        grad_norm: of the whole gradient, before clipping.
+        num_labels: valid labels, of all data-parallel ranks.
+    """
+
+    loss: float
+    grad_norm: float
+    num_labels: int
+
+
+class LossModule(nn.Module):
+    """The model with its loss as its output, so that data parallelism can wrap it: batch, count → Σ loss / count."""
+
+    def __init__(self, model: CausalLM) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, batch: TrainingBatch, count: int, dropout_seed: int | None = None) -> Tensor:
+        decoder = self.model.model
+        normed = decoder.final_norm(decoder(batch.step(dropout_seed)))
+        return chunked_head_cross_entropy(self.model.lm_head, normed, batch.labels, count=count)
+
+
+class Learner:
+    """A model, its optimiser and its place among data-parallel ranks.
+
+    Args:
+        model: this rank's share, on its tensor-parallel group.
+        optimizer: over its parameters.
+        data_parallel_group: the ranks that hold the same share and see other tokens; alone by default.
+        max_grad_norm: gradients are scaled down to this norm.
+    """
+
+    def __init__(
+        self,
+        model: CausalLM,
+        optimizer: torch.optim.Optimizer,
+        data_parallel_group: TensorParallelGroup | None = None,
+        max_grad_norm: float = 1.0,
+    ) -> None:
+        self.model = model
+        self.optimizer = optimizer
+        self.data_parallel = data_parallel_group or TensorParallelGroup.alone(model.group.device)
+        self.max_grad_norm = max_grad_norm
+        self.loss_module: nn.Module = LossModule(model)
+        if self.data_parallel.size > 1:
+            self.loss_module = DistributedDataParallel(
+                self.loss_module, process_group=self.data_parallel.process_group, broadcast_buffers=False
+            )
+
+    def step(
+        self, micro_batches: Sequence[TrainingBatch], learning_rate: float, dropout_seed: int | None = None
+    ) -> StepReport:
+        """Forward, backward, clip and update over this rank's micro-batches of one global batch.
+
+        Raises:
+            RequestError: a label outside the vocabulary, on all ranks.
+        """
+        labels = torch.cat([batch.labels for batch in micro_batches])
+        count = valid_label_count(labels, self.model.config.vocab_size, data_parallel_group=self.data_parallel)
+        first_micro_batch = self.data_parallel.rank * len(micro_batches)
+        self.model.train()
+        self.optimizer.zero_grad(set_to_none=True)
+        total = torch.zeros((), dtype=torch.float64, device=labels.device)
+        for index, batch in enumerate(micro_batches):
+            with self._synchronised(last=index == len(micro_batches) - 1):
+                seed = None if dropout_seed is None else dropout_seed + first_micro_batch + index
+                loss = self.loss_module(batch, count, seed)
+                (loss * self.data_parallel.size).backward()  # data parallelism averages; we want the sum
+            total += loss.detach()
+        total = self.data_parallel.communicator.all_reduce(total)
+        norm = clip_grad_norm_(self.model, self.max_grad_norm, self.model.group)
+        for group in self.optimizer.param_groups:
+            group["lr"] = learning_rate
+        self.optimizer.step()
+        return StepReport(total.item(), norm.item(), count)
+
+    @torch.no_grad()
+    def evaluate(self, batches: Sequence[TrainingBatch]) -> tuple[float, int]:
+        """Mean loss in nats over the batches of all data-parallel ranks, and how many labels it is the mean of."""
+        self.model.eval()
+        sums = torch.zeros(2, dtype=torch.float64, device=self.model.group.device)
+        module = LossModule(self.model)
+        for batch in batches:
+            sums[0] += module(batch, 1).double()
+            sums[1] += (batch.labels != IGNORE_INDEX).sum()
+        loss, count = self.data_parallel.communicator.all_reduce(sums).tolist()
+        return loss / max(count, 1), int(count)
+
+    def _synchronised(self, last: bool) -> contextlib.AbstractContextManager[None]:
+        """Data-parallel ranks exchange gradients once, in the backward of the last micro-batch."""
+        if last or not isinstance(self.loss_module, DistributedDataParallel):
+            return contextlib.nullcontext()
+        return self.loss_module.no_sync()
