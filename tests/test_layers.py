@@ -8,6 +8,8 @@ from torch import nn
 from torch.nn import functional
 
 from tp.errors import LayoutError
+from tp.kernels.gated_activation import activation_and_mul
+from tp.kernels.rms_norm import rms_norm
 from tp.layers import (
     ColumnParallelLinear,
     GatedMLP,
@@ -168,3 +170,38 @@ def test_rms_norm_has_the_rounding_points_of_transformers(dtype):
 def test_rms_norm_of_three_and_four():
     norm = RMSNorm(2, 0.0, TensorParallelGroup.alone())
     torch.testing.assert_close(norm(torch.tensor([3.0, 4.0])), torch.tensor([0.8485281, 1.1313708]))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
+def test_rms_norm_backward_is_that_of_its_formula_and_leaves_its_inputs_alone(dtype):
+    generator = torch.Generator().manual_seed(4)
+    x = (torch.randn(3, 5, 11, generator=generator) * 2).to(dtype).transpose(0, 1).requires_grad_()
+    weight = torch.randn(11, generator=generator).to(dtype).requires_grad_()
+    dy = torch.randn(5, 3, 11, generator=generator).to(dtype)
+    kept = dy.clone(), x.detach().clone()
+    y = rms_norm(x, weight, 1e-5)
+    (y + 0 * x).backward(dy)  # two consumers of x
+    assert torch.equal(dy, kept[0])
+    assert torch.equal(x.detach(), kept[1])
+
+    wide_x, wide_weight = (tensor.detach().double().requires_grad_() for tensor in (x, weight))
+    normed = wide_x * torch.rsqrt(wide_x.square().mean(-1, keepdim=True) + 1e-5)
+    (normed * wide_weight).backward(dy.double())
+    tolerance = {torch.float32: 2e-6, torch.float64: 1e-14, torch.bfloat16: 2e-2}[dtype]
+    for mine, exact in ((x.grad, wide_x.grad), (weight.grad, wide_weight.grad)):
+        assert (mine.double() - exact).abs().max() <= tolerance * exact.abs().max()
+
+
+def test_rms_norm_backward_of_three_and_four():
+    x, weight = torch.tensor([3.0, 4.0]), torch.ones(2, requires_grad=True)
+    rms_norm(x, weight, 0.0).backward(torch.tensor([1.0, 0.0]))
+    torch.testing.assert_close(weight.grad, torch.tensor([0.8485281, 0.0]))
+
+
+@pytest.mark.parametrize("activation", ["silu", "gelu", "gelu_pytorch_tanh", "relu"])
+def test_gated_activation_backward(activation):
+    gate_up = torch.randn(4, 14, generator=torch.Generator().manual_seed(1), dtype=torch.float64).requires_grad_()
+    assert torch.autograd.gradcheck(lambda value: activation_and_mul(value, activation), gate_up)
+    with torch.no_grad():
+        plain = activation_and_mul(gate_up, activation)
+    assert torch.equal(plain, activation_and_mul(gate_up, activation).detach())

@@ -49,3 +49,9 @@ class RankFailedError(TensorParallelError):
     """A rank of this run raised or died; names the first one that did."""
 
     exit_code = 7
+
+
+class NumericalError(TensorParallelError, ArithmeticError):
+    """A loss or logits that are not finite: the run ends before they spread."""
+
+    exit_code = 8

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import partial
+from typing import Any
 
+import torch
 from torch import Tensor
 from torch.nn import functional
 
@@ -17,7 +19,9 @@ ACTIVATION_FUNCTIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
 
 
 def activation_and_mul(gate_up: Tensor, activation: str) -> Tensor:
-    """y = activation(gate) · up, the activation rounded to the dtype before the product.
+    """y = f(gate) · up, f(gate) rounded to the dtype before the product.
+
+    Backward: dgate = dy · up · f′(gate), dup = dy · f(gate). Only gate_up is saved; f(gate) is computed again.
 
     Args:
         gate_up: [..., 2·I], gate in the first half, up in the second.
@@ -26,5 +30,26 @@ def activation_and_mul(gate_up: Tensor, activation: str) -> Tensor:
     Returns:
         [..., I]
     """
+    if torch.is_grad_enabled() and gate_up.requires_grad:
+        y: Tensor = _ActivationAndMul.apply(gate_up, activation)  # type: ignore[no-untyped-call]
+        return y
     gate, up = gate_up.chunk(2, dim=-1)
     return ACTIVATION_FUNCTIONS[activation](gate) * up
+
+
+class _ActivationAndMul(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, gate_up: Tensor, activation: str) -> Tensor:
+        ctx.save_for_backward(gate_up)
+        ctx.activation = activation
+        gate, up = gate_up.chunk(2, dim=-1)
+        return ACTIVATION_FUNCTIONS[activation](gate) * up
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
+        gate, up = ctx.saved_tensors[0].chunk(2, dim=-1)
+        with torch.enable_grad():
+            gate = gate.detach().requires_grad_()
+            activated = ACTIVATION_FUNCTIONS[ctx.activation](gate)
+        (d_gate,) = torch.autograd.grad(activated, gate, dy * up)
+        return torch.cat([d_gate, dy * activated.detach()], dim=-1), None

@@ -73,6 +73,8 @@ class GroupedQueryAttention(nn.Module):
         q_NHd, k_NHd, v_NHd = fused.split([size // self.head_dim for size in self.qkv_proj.local_sizes], dim=1)
         if self.q_norm is not None and self.k_norm is not None:
             q_NHd, k_NHd = self.q_norm(q_NHd), self.k_norm(k_NHd)
+        if torch.is_grad_enabled():
+            v_NHd = v_NHd.contiguous()  # a view would keep the fused q|k|v alive until the backward
         q_NHd, k_NHd = apply_rotary(q_NHd, *rotary), apply_rotary(k_NHd, *rotary)
         partial_sum: Partial = self.o_proj(self._attend(q_NHd, k_NHd, v_NHd, step, cache).flatten(1))
         return partial_sum

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from tp.layers.handles import Normed, Partial, column_parallel_input
+from tp.layers.handles import Normed, Partial, column_linear
 from tp.layers.parameter import ParallelModule
 from tp.parallel.group import TensorParallelGroup
 from tp.parallel.mappings import gather_last_dim_from_region
@@ -86,5 +86,5 @@ class ParallelLMHead(_VocabParallel):
 
     def forward(self, x: Tensor | Normed) -> ShardedLogits:
         """[B, D] → [B, V] as shards [B, ⌈V/t⌉]."""
-        local = functional.linear(column_parallel_input(x, self.group), self.weight)
+        local = column_linear(x, self.weight, None, self.group)
         return ShardedLogits(local, self.group, self.vocab_size)

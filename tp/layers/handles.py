@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from torch import Tensor
+from torch.nn import functional
 
 from tp.errors import LayoutError
 from tp.layers.layout import Layout
@@ -56,6 +57,13 @@ class Normed:
     def replicated(self) -> Tensor:
         """[N, D] for a consumer that computes the same on every rank."""
         return self.layout.replicated(self.local)
+
+
+def column_linear(x: Tensor | Normed, weight: Tensor, bias: Tensor | None, group: TensorParallelGroup) -> Tensor:
+    """x Wᵀ + b of a column-parallel linear; arguments and errors as `column_parallel_input`."""
+    if isinstance(x, Normed):
+        return x.layout.column_linear(x.local, weight, bias)
+    return functional.linear(column_parallel_input(x, group), weight, bias)
 
 
 def column_parallel_input(x: Tensor | Normed, group: TensorParallelGroup) -> Tensor:

@@ -8,12 +8,14 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from tp.parallel.group import TensorParallelGroup
 from tp.parallel.mappings import (
     copy_to_tensor_parallel_region,
     gather_from_region,
     gather_from_sequence_parallel_region,
+    gathered_linear,
     reduce_from_tensor_parallel_region,
     reduce_scatter_to_sequence_parallel_region,
 )
@@ -46,6 +48,10 @@ class Layout(ABC):
         """This layout's share → [N, D] for column-parallel linears, whose input gradients are partial sums."""
 
     @abstractmethod
+    def column_linear(self, local: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """`whole(local)` · Wᵀ + b, where the layout may join its gather to the matmul."""
+
+    @abstractmethod
     def replicated(self, local: Tensor) -> Tensor:
         """This layout's share → [N, D] for a consumer that computes the same on every rank."""
 
@@ -67,6 +73,9 @@ class Replicate(Layout):
 
     def whole(self, local: Tensor) -> Tensor:
         return copy_to_tensor_parallel_region(local, self.group)
+
+    def column_linear(self, local: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        return functional.linear(self.whole(local), weight, bias)
 
     def replicated(self, local: Tensor) -> Tensor:
         return local
@@ -103,6 +112,9 @@ class ShardTokens(Layout):
 
     def whole(self, local: Tensor) -> Tensor:
         return gather_from_sequence_parallel_region(local, self.group, self.sizes)
+
+    def column_linear(self, local: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        return gathered_linear(local, weight, bias, self.group, self.sizes)
 
     def replicated(self, local: Tensor) -> Tensor:
         return gather_from_region(local, self.group, self.sizes)

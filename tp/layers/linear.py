@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from tp.layers.handles import Normed, Partial, column_parallel_input
+from tp.layers.handles import Normed, Partial, column_linear
 from tp.layers.layout import Layout
 from tp.layers.parameter import ParallelModule, SharedSlice, replicated_parts
 from tp.parallel.group import TensorParallelGroup
@@ -110,7 +110,7 @@ class MergedColumnParallelLinear(ParallelModule):
 
     def forward(self, x: Tensor | Normed) -> Tensor:
         """[..., in_features], replicated or from the stream → [..., Σ local_sizes]."""
-        return functional.linear(column_parallel_input(x, self.group), self.weight, self.bias)
+        return column_linear(x, self.weight, self.bias, self.group)
 
 
 class ColumnParallelLinear(MergedColumnParallelLinear):
