@@ -1,0 +1,48 @@
+# Everything here runs in .venv, which the first command makes. PYTHON chooses the interpreter that it is made from.
+# pip takes its indexes and links from its own configuration or environment (PIP_INDEX_URL, PIP_FIND_LINKS ...).
+
+PYTHON ?= python3
+BIN := .venv/bin
+INSTALLED := .venv/.installed
+
+.PHONY: help venv demo test test-all lint types tests clean
+.NOTPARALLEL:
+
+help:
+	@echo 'make venv      the environment, in .venv'
+	@echo 'make demo      a small model on two ranks: its text, then a table of times, bytes and collectives'
+	@echo 'make test      lint, types and tests'
+	@echo 'make test-all  the same, with the long tests'
+	@echo 'make lint      ruff alone'
+	@echo 'make clean     removes caches and build output; keeps .venv'
+
+venv: $(INSTALLED)
+
+# pip learned to install a pyproject.toml in place in 21.3; what is new enough stays as it is.
+$(INSTALLED): pyproject.toml
+	$(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --disable-pip-version-check --quiet 'pip>=22'
+	$(BIN)/python -m pip install --disable-pip-version-check --editable '.[dev]'
+	touch $@
+
+demo: venv
+	$(BIN)/python -m launch demo
+
+test: lint types tests
+
+test-all: lint types
+	$(BIN)/python -m pytest --long
+
+lint: venv
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: venv
+	$(BIN)/mypy tp
+
+tests: venv
+	$(BIN)/python -m pytest
+
+clean:
+	rm -rf build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	find tp launch tests benchmarks docs -name __pycache__ -type d -prune -exec rm -rf {} +

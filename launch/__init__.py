@@ -1,0 +1,1 @@
+"""The command line: commands, starting ranks, and ending them when one fails."""

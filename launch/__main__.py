@@ -1,0 +1,76 @@
+"""`python -m launch COMMAND`, `tp-decoder COMMAND`, or a rank of either, or of torchrun."""
+
+from __future__ import annotations
+
+import signal
+import sys
+import traceback
+from collections.abc import Sequence
+
+import tp
+from launch import demo, generate, info, run, score
+from launch.arguments import Parser
+from launch.rank_process import as_rank, is_rank, mute_unless_first
+from launch.terminal import Terminal
+from tp.errors import RankFailedError, TensorParallelError
+
+DESCRIPTION = "Runs a language model split over any number of ranks: the same text at every degree."
+EPILOG = """\
+Every command works the same in two ways:
+  tp-decoder generate --tp 4 --model M ...               starts its own 4 ranks
+  torchrun --nproc-per-node 4 -m launch generate --model M ...
+
+exit status:
+  0 done                      4 checkpoint missing or damaged    7 a rank failed
+  2 command or request        5 not enough memory or context     130 interrupted (128 + signal)
+  3 model configuration       6 ranks cannot communicate
+"""
+
+
+def build_parser() -> Parser:
+    """All commands and their options."""
+    parser = Parser(prog="tp-decoder", description=DESCRIPTION, epilog=EPILOG)
+    parser.add_argument("--version", action="version", version=f"tp-decoder {tp.__version__}")
+    commands = parser.add_subparsers(metavar="COMMAND", required=True)
+    for module in (generate, score, run, info, demo):
+        module.add_parser(commands)
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs a command and returns its exit status; what went wrong is one or two lines on stderr.
+
+    A rank that fails does not come back here: see `launch.rank_process.as_rank`.
+    """
+    argv = list(sys.argv[1:] if argv is None else argv)
+    if is_rank():
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # at once, also while waiting in a collective
+        return as_rank(lambda: _execute(argv), debug="--debug" in argv)
+    try:
+        return _execute(argv)
+    except TensorParallelError as error:
+        if "--debug" in argv:
+            traceback.print_exc()
+        print(f"error: {error}", file=sys.stderr)
+        return error.exit_code
+    except KeyboardInterrupt:
+        return 128 + signal.SIGINT
+    except BrokenPipeError:  # whoever reads our output has seen enough
+        Terminal.of_process().abandon()
+        return 0
+    except Exception:
+        traceback.print_exc()
+        return RankFailedError.exit_code
+
+
+def _execute(argv: list[str]) -> int:
+    if is_rank():
+        mute_unless_first("--debug" in argv)
+    arguments = build_parser().parse_args(argv)
+    arguments.argv = argv
+    status: int = arguments.execute(arguments)
+    return status
+
+
+if __name__ == "__main__":
+    sys.exit(main())

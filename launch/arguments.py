@@ -1,0 +1,147 @@
+"""Options that several commands share, and the checks that need neither torch nor a checkpoint's weights."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NoReturn
+
+from tp.errors import CheckpointError, RequestError
+
+
+class Parser(argparse.ArgumentParser):
+    """An argument parser whose errors are ours: one line, and raised."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        kwargs.setdefault("formatter_class", argparse.RawDescriptionHelpFormatter)
+        kwargs.setdefault("allow_abbrev", False)
+        super().__init__(*args, **kwargs)
+
+    def error(self, message: str) -> NoReturn:
+        raise RequestError(f"{message} (see {self.prog} --help)")
+
+
+def positive(text: str) -> int:
+    """The type of options that are counts.
+
+    Raises:
+        ArgumentTypeError: not an integer above 0.
+    """
+    try:
+        value = int(text)
+    except ValueError:
+        value = 0
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not an integer of at least 1")
+    return value
+
+
+def token_ids(text: str) -> list[int]:
+    """The type of options that are lists of token ids: "1,2,3".
+
+    Raises:
+        ArgumentTypeError: something else.
+    """
+    try:
+        ids = [int(part) for part in text.replace(",", " ").split()]
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a list of token ids such as 1,2,3") from None
+    if not ids or min(ids) < 0:
+        raise argparse.ArgumentTypeError(f"{text!r} must be one or more token ids, none negative, such as 1,2,3")
+    return ids
+
+
+def add_model_options(parser: argparse.ArgumentParser) -> None:
+    """What to run and in which numbers."""
+    group = parser.add_argument_group("model")
+    group.add_argument("--model", required=True, help="a directory in the Hub's layout, a Hub id, or a .gguf file")
+    group.add_argument(
+        "--dtype",
+        choices=["auto", "float32", "bfloat16", "float16"],
+        default="auto",
+        help="auto: the checkpoint's own, bfloat16 for GGUF (default)",
+    )
+    group.add_argument("--max-context", type=positive, metavar="N", help="most tokens of a sequence, prompt included")
+
+
+def add_rank_options(parser: argparse.ArgumentParser) -> None:
+    """On how many ranks to run, and where."""
+    group = parser.add_argument_group("ranks")
+    group.add_argument("--tp", type=positive, metavar="T", help="ranks in all (default: the GPUs present, else 1)")
+    group.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto")
+    group.add_argument("--backend", choices=["auto", "nccl", "gloo"], default="auto", help="auto: nccl on GPUs")
+    add_rendezvous_options(group)
+
+
+def add_rendezvous_options(group: argparse._ArgumentGroup) -> None:
+    """The options of torchrun for several machines; every machine gets the same command."""
+    group.add_argument("--nnodes", type=positive, default=1, metavar="N", help="machines that share the run")
+    group.add_argument("--node-rank", type=int, metavar="R", help="this machine's number (static rendezvous)")
+    group.add_argument("--rdzv-backend", default="c10d", metavar="NAME", help="c10d (default), static, ...")
+    group.add_argument("--rdzv-endpoint", default="", metavar="HOST:PORT", help="where the machines meet")
+    group.add_argument("--rdzv-id", default="", metavar="ID", help="a name of the run, the same on every machine")
+
+
+def add_output_options(parser: argparse.ArgumentParser) -> None:
+    """How results and errors are shown."""
+    group = parser.add_argument_group("output")
+    group.add_argument("--json", action="store_true", help="one JSON object on stdout and nothing else there")
+    group.add_argument("--debug", action="store_true", help="tracebacks of all errors, and what the libraries print")
+
+
+def check_ranks(arguments: argparse.Namespace) -> None:
+    """Refuses rank options that contradict each other.
+
+    Raises:
+        RequestError: see the messages.
+    """
+    if arguments.nnodes > 1 and not arguments.rdzv_endpoint:
+        raise RequestError(f"--nnodes {arguments.nnodes} needs --rdzv-endpoint HOST:PORT, where the machines meet")
+    if arguments.rdzv_backend == "static" and arguments.nnodes > 1 and arguments.node_rank is None:
+        raise RequestError("--rdzv-backend static needs --node-rank on every machine")
+    if arguments.node_rank is not None and not 0 <= arguments.node_rank < arguments.nnodes:
+        raise RequestError(f"--node-rank {arguments.node_rank} is outside 0..{arguments.nnodes - 1} (--nnodes)")
+    if getattr(arguments, "device", "auto") == "cpu" and arguments.backend == "nccl":
+        raise RequestError("--backend nccl needs GPUs: it contradicts --device cpu")
+
+
+def check_model(model: str, tp_size: int | None) -> None:
+    """Refuses a model that is plainly not there, or has too few heads, before any rank is started.
+
+    Only what is certain without reading much; everything else is said when the checkpoint is opened.
+
+    Raises:
+        CheckpointError: a path that does not exist, or a directory that is not a checkpoint.
+        ConfigError: an unknown family, or more ranks than query heads.
+    """
+    path = Path(model).expanduser()
+    if not path.exists():
+        if path.is_absolute() or model.startswith((".", "~")) or model.endswith(".gguf"):
+            raise CheckpointError(f"--model {model}: there is no such file or directory")
+        return
+    if path.is_dir():
+        if not (path / "config.json").is_file():
+            raise CheckpointError(f"--model {model} is not a checkpoint: the directory has no config.json")
+        _check_config(path / "config.json", tp_size)
+
+
+def _check_config(path: Path, tp_size: int | None) -> None:
+    """Looks at two fields; the whole check, which takes seconds to import, only to say what is wrong with them."""
+    from tp.config import FAMILIES, ModelConfig
+
+    try:
+        fields = json.loads(path.read_text(encoding="utf-8"))
+        heads = fields.get("num_attention_heads")
+        plausible = fields.get("model_type") in FAMILIES and not (isinstance(heads, int) and (tp_size or 1) > heads)
+    except (OSError, ValueError, AttributeError) as error:
+        raise CheckpointError(f"{path} cannot be read: {error}") from error
+    if not plausible:
+        ModelConfig.from_hf(fields).check_degree(tp_size or 1)
+
+
+def given(arguments: argparse.Namespace, *names: str) -> list[str]:
+    """Those of the named options that the user gave, as written."""
+    is_set: Callable[[Any], bool] = lambda value: value not in (None, False, [])  # noqa: E731
+    return [f"--{name.replace('_', '-')}" for name in names if is_set(getattr(arguments, name))]

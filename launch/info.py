@@ -1,0 +1,97 @@
+"""`info`: versions, devices, backends and threads of this machine: what a bug report needs."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+from importlib import metadata
+from typing import Any
+
+import tp
+
+PACKAGES = ("torch", "triton", "transformers", "safetensors", "gguf", "huggingface_hub", "tokenizers", "numpy", "rich")
+VARIABLES = ("CUDA_", "GLOO_", "HF_", "MKL_", "NCCL_", "OMP_", "TORCH", "TRITON_")
+DESCRIPTION = "Versions, devices, backends and threads of this machine: what a bug report needs."
+
+
+def add_parser(commands: Any) -> None:
+    """Adds the command and its options."""
+    parser = commands.add_parser("info", help="versions, devices, backends, threads", description=DESCRIPTION)
+    parser.add_argument("--json", action="store_true", help="one JSON object on stdout")
+    parser.set_defaults(execute=execute)
+
+
+def execute(arguments: argparse.Namespace) -> int:
+    """Prints the facts."""
+    facts = gather()
+    print(json.dumps(facts) if arguments.json else "\n".join(_lines(facts)))
+    return 0
+
+
+def gather() -> dict[str, Any]:
+    """The facts, as what --json prints."""
+    import torch
+    from torch import distributed
+
+    available = distributed.is_available()
+    return {
+        "tp-decoder": tp.__version__,
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "packages": {name: _version(name) for name in PACKAGES},
+        "cpu": _cpu_model(),
+        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "threads": torch.get_num_threads(),
+        "cpu_capability": torch.backends.cpu.get_cpu_capability(),
+        "cuda": torch.version.cuda,
+        "devices": [_device(index) for index in range(torch.cuda.device_count())],
+        "backends": {
+            "gloo": available and distributed.is_gloo_available(),
+            "nccl": available and distributed.is_nccl_available(),
+        },
+        "environment": {key: value for key, value in sorted(os.environ.items()) if _is_relevant(key)},
+    }
+
+
+def _lines(facts: dict[str, Any]) -> list[str]:
+    lines = []
+    for name, value in facts.items():
+        if isinstance(value, dict):
+            lines += [f"{name}:", *(f"  {key}: {inner}" for key, inner in value.items())]
+        elif isinstance(value, list):
+            lines += [f"{name}:" + ("" if value else " none"), *(f"  {item}" for item in value)]
+        else:
+            lines.append(f"{name}: {value}")
+    return lines
+
+
+def _version(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _device(index: int) -> str:
+    import torch
+
+    properties = torch.cuda.get_device_properties(index)
+    return f"{properties.name}, {properties.total_memory / 2**30:.0f} GiB, {properties.major}.{properties.minor}"
+
+
+def _cpu_model() -> str:
+    try:
+        with open("/proc/cpuinfo", encoding="utf-8", errors="replace") as lines:
+            for line in lines:
+                if line.startswith("model name"):
+                    return line.split(":", 1)[1].strip()
+    except OSError:
+        pass
+    return platform.processor() or platform.machine()
+
+
+def _is_relevant(variable: str) -> bool:
+    """Settings of the libraries, but nothing that could be a secret."""
+    return variable.startswith(VARIABLES) and not any(word in variable for word in ("TOKEN", "KEY", "SECRET"))

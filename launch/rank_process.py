@@ -1,0 +1,134 @@
+"""A rank, started by our launcher or by torchrun: what it may print, and how it ends when it fails."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import faulthandler
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import NoReturn
+
+from launch import failures
+from launch.failures import Failure
+from launch.terminal import Terminal, redirect
+
+LAUNCHER = "TP_DECODER_LAUNCHER"
+"""Environment variable: process id of our launcher, which tells the user what became of the ranks."""
+BYSTANDER_PATIENCE_S = 1.0
+"""How long a rank that lost a peer waits to be ended, so that the launcher notices the culprit first."""
+TYPED_PATIENCE_S = 4.0
+"""How long a rank with a typed error waits for the others to raise it too; on a busy machine some start late."""
+
+
+def is_rank() -> bool:
+    """Whether a launcher started this process as one of several ranks, or as the only one."""
+    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
+
+
+def own_rank() -> int:
+    """This process's rank; 0 where no launcher gave it one."""
+    return int(os.environ.get("RANK", "0"))
+
+
+def world_size() -> int:
+    """How many ranks this process's launcher started, on all machines."""
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def as_rank(action: Callable[[], int], *, debug: bool = False, script_directory: Path | None = None) -> int:
+    """Runs a rank's work. If it raises, the process leaves its record and ends here, at once.
+
+    Args:
+        action: the work; its result is the exit status.
+        debug: typed errors are shown with their tracebacks.
+        script_directory: where tracebacks of a user's script begin.
+    """
+    launcher = os.environ.pop(LAUNCHER, None)  # processes that this rank starts are not the launcher's
+    if launcher is not None:
+        _die_with(int(launcher))
+    faulthandler.enable()
+    users_stderr = os.dup(2)
+    try:
+        return action()
+    except SystemExit:
+        raise
+    except BaseException as error:
+        failure = Failure.of(own_rank(), error, script_directory)
+    _fail(failure, users_stderr if launcher is None else None, debug)
+
+
+def mute_unless_first(debug: bool) -> None:
+    """Only rank 0 speaks: what other ranks print goes to a log beside their error file. With `debug`, all speak."""
+    if own_rank() != 0 and not debug:
+        for stream in (1, 2):
+            redirect(_log(), stream)
+
+
+def rank_terminal(debug: bool) -> Terminal:
+    """This rank's terminal. On rank 0, what libraries print goes to the log too; with `debug` to stderr."""
+    return Terminal.apart_from_libraries(None if debug else _log()) if own_rank() == 0 else Terminal.silent()
+
+
+def _fail(failure: Failure, users_stderr: int | None, debug: bool) -> NoReturn:
+    """Ends the process. No destructors: those of process groups may wait for peers that are themselves stuck.
+
+    Args:
+        users_stderr: where to tell what happened if this failure came first; None: our launcher tells it.
+    """
+    path = _error_file()
+    if path is not None:
+        with contextlib.suppress(OSError):
+            failure.write(path)
+    noticed = _wait_for_others(failure, path)
+    if users_stderr is not None and failures.first(noticed).rank == failure.rank:
+        together = failures.all_alike(noticed, _ranks_here())
+        with contextlib.suppress(OSError):
+            os.write(users_stderr, failure.story(world_size(), together=together, debug=debug).encode())
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):
+            stream.flush()
+    os._exit(failure.exit_code)
+
+
+def _wait_for_others(failure: Failure, path: Path | None) -> list[Failure]:
+    """The records of this machine's ranks, once it is clear whose failure this is.
+
+    An error with a cause of its own is clear at once.
+    """
+    patience = TYPED_PATIENCE_S if failure.typed else BYSTANDER_PATIENCE_S if failure.lost_peer else 0.0
+    deadline = time.monotonic() + patience
+    while path is not None:
+        noticed = failures.beside(path)
+        if len(noticed) == _ranks_here() or time.monotonic() >= deadline:
+            return noticed or [failure]
+        time.sleep(0.02)
+    return [failure]
+
+
+def _error_file() -> Path | None:
+    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    return Path(path) if path else None
+
+
+def _log() -> Path:
+    path = _error_file()
+    return path.with_name("output.log") if path else Path(os.devnull)
+
+
+def _ranks_here() -> int:
+    return int(os.environ.get("LOCAL_WORLD_SIZE", world_size()))
+
+
+def _die_with(launcher: int) -> None:
+    """Has Linux kill this rank when our launcher is gone, however it went, even while this rank waits for a peer."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # 1: PR_SET_PDEATHSIG
+    try:
+        os.kill(launcher, 0)
+    except ProcessLookupError:  # it went before that
+        os._exit(128 + signal.SIGTERM)

@@ -1,0 +1,179 @@
+"""Starting ranks with torch's elastic launcher, and saying what became of them."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import signal
+import sys
+import tempfile
+import uuid
+from argparse import Namespace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from launch import failures
+from launch.failures import Failure
+from launch.rank_process import LAUNCHER
+from tp.errors import CommunicationError
+
+STANDARD_INPUT = "TP_DECODER_STANDARD_INPUT"
+"""Environment variable: the file that holds what the launcher read from its standard input."""
+MONITOR_INTERVAL_S = 0.05
+GRACE_S = 3
+"""Between asking ranks to end and killing them: they may sit in a collective, where they cannot hear the question."""
+LOG_TAIL_BYTES = 2000
+
+
+@dataclass(frozen=True)
+class Placement:
+    """How many ranks run here, and which other machines take part.
+
+    Attributes:
+        ranks_here: ranks on this machine; the same number on all of them.
+        nodes, node_rank, rdzv_backend, rdzv_endpoint, rdzv_id: torchrun's options of the same names.
+    """
+
+    ranks_here: int
+    nodes: int = 1
+    node_rank: int | None = None
+    rdzv_backend: str = "c10d"
+    rdzv_endpoint: str = ""
+    rdzv_id: str = ""
+
+    @classmethod
+    def of(cls, ranks_here: int, arguments: Namespace) -> Placement:
+        """From a command's options, see `launch.arguments.add_rendezvous_options`."""
+        return cls(
+            ranks_here,
+            arguments.nnodes,
+            arguments.node_rank,
+            arguments.rdzv_backend,
+            arguments.rdzv_endpoint,
+            arguments.rdzv_id,
+        )
+
+    @property
+    def world_size(self) -> int:
+        return self.ranks_here * self.nodes
+
+
+def start(command: Sequence[str], placement: Placement, *, debug: bool = False, standard_input: str = "") -> int:
+    """Runs `python command` once a rank, waits for all, and returns the exit status of the run.
+
+    If a rank raises or dies, the others are ended within seconds, and the first one's failure is told on stderr.
+
+    Args:
+        command: arguments of the interpreter.
+        debug: leaves the launcher's and the libraries' own messages on.
+        standard_input: text that rank 0 finds in the file named by `STANDARD_INPUT`.
+    """
+    with tempfile.TemporaryDirectory(prefix="tp-decoder-") as directory:
+        # torch reads some of these when it is imported, so that they come first; the ranks inherit them.
+        os.environ.update(_environment(placement, debug))
+        if standard_input:
+            path = Path(directory, "standard-input")
+            path.write_text(standard_input, encoding="utf-8")
+            os.environ[STANDARD_INPUT] = str(path)
+        return _launch(command, placement, directory, debug)
+
+
+def threads_a_rank(ranks_here: int) -> int:
+    """Cores that this process may use, dealt out to its ranks; at least one each."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, cores // ranks_here)
+
+
+def _environment(placement: Placement, debug: bool) -> Mapping[str, str]:
+    """What ranks find in their environment; what the user has set stays."""
+    settings = {"OMP_NUM_THREADS": str(threads_a_rank(placement.ranks_here))}
+    if placement.nodes == 1:
+        settings["GLOO_SOCKET_IFNAME"] = "lo0" if sys.platform == "darwin" else "lo"
+    if not debug:
+        settings["TORCH_CPP_LOG_LEVEL"] = "ERROR"
+    return {**settings, **os.environ, LAUNCHER: str(os.getpid())}
+
+
+def _launch(command: Sequence[str], placement: Placement, directory: str, debug: bool) -> int:
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.elastic.rendezvous.api import RendezvousError
+    from torch.distributed.launcher.api import elastic_launch
+
+    if not debug:
+        logging.disable(logging.CRITICAL)  # nothing but the elastic launcher logs in this process
+    try:
+        with _short_grace():
+            elastic_launch(_config(placement, directory), sys.executable)(*command)
+    except ChildFailedError as error:
+        noticed = [
+            failures.of_process(rank, failed.exitcode, failed.error_file_data)
+            for rank, failed in error.failures.items()
+        ]
+        return _tell(noticed, placement, Path(directory), debug)
+    except RendezvousError as error:
+        meeting = placement.rdzv_endpoint or "a port of this machine"
+        raise CommunicationError(f"{placement.nodes} machines could not meet at {meeting}: {error}") from error
+    except SignalException as error:
+        return 128 + int(error.sigval)
+    except KeyboardInterrupt:
+        return 128 + signal.SIGINT
+    return 0
+
+
+def _config(placement: Placement, directory: str) -> Any:
+    from torch.distributed.elastic.multiprocessing.api import DefaultLogsSpecs
+    from torch.distributed.launcher.api import LaunchConfig
+
+    alone = placement.nodes == 1 and not placement.rdzv_endpoint
+    rendezvous = {} if placement.node_rank is None else {"rank": placement.node_rank}
+    return LaunchConfig(
+        min_nodes=placement.nodes,
+        max_nodes=placement.nodes,
+        nproc_per_node=placement.ranks_here,
+        run_id=placement.rdzv_id or ("none" if placement.nodes > 1 else uuid.uuid4().hex),
+        rdzv_backend=placement.rdzv_backend,
+        rdzv_endpoint="127.0.0.1:0" if alone else placement.rdzv_endpoint,
+        rdzv_configs=rendezvous,
+        local_addr="127.0.0.1" if alone else None,
+        max_restarts=0,
+        monitor_interval=MONITOR_INTERVAL_S,
+        logs_specs=DefaultLogsSpecs(log_dir=directory),
+    )
+
+
+@contextlib.contextmanager
+def _short_grace() -> Iterator[None]:
+    """Bounds the time between SIGTERM and SIGKILL, for which the elastic launcher has no setting in every version."""
+    from torch.distributed.elastic.multiprocessing.api import PContext
+
+    close = PContext.close
+
+    def close_soon(self: Any, death_sig: Any = None, timeout: int = GRACE_S) -> None:
+        close(self, death_sig, min(timeout, GRACE_S))
+
+    PContext.close = close_soon  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        PContext.close = close  # type: ignore[method-assign]
+
+
+def _tell(noticed: Sequence[Failure], placement: Placement, directory: Path, debug: bool) -> int:
+    cause = failures.first(noticed)
+    together = failures.all_alike(noticed, placement.ranks_here)
+    if not cause.recorded:
+        sys.stderr.write(_log_tail(directory, cause.rank % placement.ranks_here))
+    sys.stderr.write(cause.story(placement.world_size, together=together, debug=debug))
+    return cause.exit_code
+
+
+def _log_tail(directory: Path, local_rank: int) -> str:
+    """The last lines that a rank, or the interpreter as it crashed, printed past the terminal."""
+    for path in directory.glob(f"*/attempt_0/{local_rank}/output.log"):
+        tail = path.read_bytes()[-LOG_TAIL_BYTES:].decode(errors="replace")
+        return tail if not tail or tail.endswith("\n") else tail + "\n"
+    return ""

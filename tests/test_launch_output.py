@@ -1,0 +1,153 @@
+"""What the user sees: tokens as they come, the JSON object, the table; and the devices that ranks are bound to."""
+
+from __future__ import annotations
+
+import json
+import os
+
+import pytest
+import torch
+
+from launch.report import Communication, RankMemory, Report, size
+from launch.streaming import view_of
+from launch.terminal import Terminal
+from tp.errors import CommunicationError
+from tp.generation import GeneratedSequence, GenerationResult, Timings, TokenEvent
+from tp.parallel import TensorParallelGroup
+
+
+def shown(num_prompts: int, events: list[TokenEvent], *, has_text: bool = True, quiet: bool = False) -> list[str]:
+    view = view_of(num_prompts, has_text=has_text, quiet=quiet)
+    return [view.text_for(event) for event in events]
+
+
+def test_one_prompt_is_shown_live() -> None:
+    events = [TokenEvent(0, 5, "On", -0.1), TokenEvent(0, 6, "", -0.1), TokenEvent(0, 7, "ce ", -0.1, "length")]
+    assert shown(1, events) == ["On", "", "ce \n"]
+    assert shown(1, events, has_text=False) == ["5 ", "6 ", "7\n"]
+    assert shown(1, events, quiet=True) == ["", "", ""]
+
+
+def test_several_prompts_are_shown_in_order_once_complete() -> None:
+    events = [
+        TokenEvent(0, 1, "a", 0.0),
+        TokenEvent(1, 2, "x", 0.0, "stop"),
+        TokenEvent(2, 3, "p", 0.0),
+        TokenEvent(0, 4, "b", 0.0, "length"),
+        TokenEvent(2, 5, "q", 0.0, "stop"),
+    ]
+    first = "--- prompt 1 of 3 ---\nab\n--- prompt 2 of 3 ---\nx\n"
+    assert shown(3, events) == ["", "", "", first, "--- prompt 3 of 3 ---\npq\n"]
+
+
+def report(tp_size: int = 2) -> Report:
+    sequence = GeneratedSequence(0, (1, 2), (3, 4), "ça", "length", (-0.5, -1.5))
+    ranks = (RankMemory(1_500_000, 2_000, 1_400_000, 3_000_000_000), RankMemory(1_700_000, 2_000, 1_600_000, 10**9))
+    return Report(
+        model="m",
+        tp_size=tp_size,
+        dtype="float32",
+        device="cpu",
+        result=GenerationResult((sequence,), Timings(0.25, 0.05, 20.0), 2000),
+        load_s=1.5,
+        seconds=0.5,
+        ranks=ranks[:tp_size],
+        communication=Communication(1234, 56_000, 0.1),
+    )
+
+
+def test_the_json_object() -> None:
+    assert json.loads(report().json()) == {
+        "model": "m",
+        "tp_size": 2,
+        "dtype": "float32",
+        "device": "cpu",
+        "sequences": [
+            {
+                "prompt_ids": [1, 2],
+                "new_ids": [3, 4],
+                "text": "ça",
+                "finish_reason": "length",
+                "logprobs": [-0.5, -1.5],
+            }
+        ],
+        "timings": {"load_s": 1.5, "ttft_ms": 250.0, "tpot_ms": 50.0, "tokens_per_s": 20.0},
+        "ranks": [
+            {"weight_bytes": w, "kv_bytes": 2000, "checkpoint_bytes_read": c, "peak_rss_bytes": p}
+            for w, c, p in ((1_500_000, 1_400_000, 3_000_000_000), (1_700_000, 1_600_000, 1_000_000_000))
+        ],
+        "communication": {"calls": 1234, "bytes": 56_000, "seconds": 0.1},
+    }
+
+
+def test_the_table(capsys: pytest.CaptureFixture[str]) -> None:
+    report().print_to(Terminal.of_process().console)
+    printed = capsys.readouterr()
+    rows = {
+        cells[1].strip(): cells[2].strip() for line in printed.err.splitlines() if len(cells := line.split("│")) == 4
+    }
+    assert printed.out == "" and printed.err.startswith("m, 2 ranks, float32 on cpu\n")
+    assert rows == {
+        "load time": "1.50 s",
+        "time to first token": "250.0 ms",
+        "time per output token": "50.0 ms",
+        "decode": "20.0 tokens/s",
+        "weights a rank": "1.5 MB to 1.7 MB",
+        "KV cache a rank": "2.0 kB",
+        "checkpoint read a rank": "1.4 MB to 1.6 MB",
+        "peak memory a rank": "1.0 GB to 3.0 GB",
+        "collectives": "1,234, 56.0 kB",
+        "time in them": "0.10 s, 20 % of 0.50 s",
+    }
+    assert size(0) == "0 B" and size(999) == "999 B"
+
+
+def test_ranks_that_do_not_speak(capsys: pytest.CaptureFixture[str]) -> None:
+    terminal = Terminal.silent()
+    terminal.show("text")
+    terminal.console.print("table")
+    with terminal.progress("loading") as progress:
+        assert progress is None
+    assert capsys.readouterr() == ("", "")
+
+
+def test_more_ranks_than_gpus_are_refused_before_nccl_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """NCCL itself would say "Duplicate GPU detected", or hang."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.distributed, "init_process_group", lambda *a, **k: pytest.fail("group made"))
+    for name, value in {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(CommunicationError, match="^2 ranks on this host but 1 GPUs: .*--backend gloo"):
+        TensorParallelGroup.from_environment("nccl", "cuda")
+    with pytest.raises(CommunicationError, match="--device cpu"):
+        TensorParallelGroup.from_environment("nccl", "cpu")
+
+
+def test_the_device_is_bound_before_the_group_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A collective before set_device puts every rank on the first GPU."""
+    order: list[object] = []
+
+    class Made(Exception):
+        pass
+
+    def make_group(*args: object, **kwargs: object) -> None:
+        order.append("group")
+        raise Made
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: order.append(str(device)))
+    monkeypatch.setattr(torch.distributed, "init_process_group", make_group)
+    for name, value in {"RANK": "3", "LOCAL_RANK": "1", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2"}.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(Made):
+        TensorParallelGroup.from_environment("nccl")
+    assert order == ["cuda:1", "group"]
+
+
+def test_threads_are_dealt_out_to_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    from launch.ranks import threads_a_rank
+
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(7)), raising=False)
+    assert [threads_a_rank(ranks) for ranks in (1, 2, 3, 7, 8)] == [7, 3, 2, 1, 1]
