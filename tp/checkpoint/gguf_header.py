@@ -1,0 +1,144 @@
+"""The header of a GGUF file: metadata and the table of tensors.
+
+The layout is that of version 2 and 3 of the format (ggml's docs/gguf.md): magic, version, counts, key-value
+pairs, tensor infos, padding, tensor data. Arrays of strings, the vocabulary, are stepped over: as Python objects
+they would take hundreds of megabytes on every rank, for a loader that needs none of them.
+"""
+
+from __future__ import annotations
+
+import mmap
+import struct
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Any
+
+from tp.errors import CheckpointError
+
+MAGIC = b"GGUF"
+VERSIONS = (2, 3)
+_SCALARS: Mapping[int, str] = {
+    0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d",
+}  # fmt: skip
+_STRING, _ARRAY = 8, 9
+
+
+@dataclass(frozen=True)
+class GgufTensor:
+    """One entry of the tensor table.
+
+    Attributes:
+        shape: sizes in row-major order (the file lists them fastest first).
+        type_id: ggml's number of the element type.
+        offset: where the values begin, from the beginning of the file.
+    """
+
+    shape: tuple[int, ...]
+    type_id: int
+    offset: int
+
+    @property
+    def numel(self) -> int:
+        return prod(self.shape)
+
+
+@dataclass(frozen=True)
+class GgufHeader:
+    """Metadata and tensors of a GGUF file.
+
+    Attributes:
+        metadata: scalars, strings and arrays of numbers; arrays of strings are left out.
+        tensors: by their GGUF names.
+    """
+
+    path: Path
+    metadata: Mapping[str, Any]
+    tensors: Mapping[str, GgufTensor]
+
+    @classmethod
+    def read(cls, path: Path) -> GgufHeader:
+        """Reads the header of a file.
+
+        Raises:
+            CheckpointError: no GGUF file, another version or byte order, or a damaged or truncated one.
+        """
+        try:
+            with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+                return _Parser(path, data).header()
+        except OSError as error:
+            raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
+        except (struct.error, UnicodeDecodeError, ValueError, KeyError, OverflowError, MemoryError) as error:
+            raise CheckpointError(f"{path} is a damaged or truncated GGUF file: {error}") from error
+
+
+class _Parser:
+    """A cursor over the bytes of a file."""
+
+    def __init__(self, path: Path, data: mmap.mmap) -> None:
+        self.path, self.data, self.position = path, data, 0
+
+    def header(self) -> GgufHeader:
+        if self.data[:4] != MAGIC:
+            raise CheckpointError(f"{self.path} is not a GGUF file")
+        self.position = 4
+        (version,) = self.take("I")
+        if version not in VERSIONS:
+            kind = "big-endian" if version & 0xFFFF == 0 else f"version {version}"
+            raise CheckpointError(f"{self.path} is a {kind} GGUF file: only little-endian versions 2 and 3 are read")
+        num_tensors, num_pairs = self.take("QQ")
+        metadata: dict[str, Any] = {}
+        for _ in range(num_pairs):
+            key = self.string()
+            value = self.value(self.take("I")[0])
+            if value is not None:
+                metadata[key] = value
+        infos = {self.string(): self.tensor_info() for _ in range(num_tensors)}
+        if len(infos) != num_tensors:
+            raise ValueError("two tensors have the same name")
+        alignment = int(metadata.get("general.alignment", 32))
+        if alignment < 1:
+            raise ValueError(f"alignment is {alignment}")
+        origin = -(-self.position // alignment) * alignment
+        tensors = {name: GgufTensor(shape, kind, origin + start) for name, (shape, kind, start) in infos.items()}
+        return GgufHeader(self.path, metadata, tensors)
+
+    def take(self, layout: str) -> tuple[Any, ...]:
+        values = struct.unpack_from("<" + layout, self.data, self.position)
+        self.position += struct.calcsize("<" + layout)
+        return values
+
+    def string(self) -> str:
+        (length,) = self.take("Q")
+        begin = self.position
+        self.skip(length)
+        return self.data[begin : self.position].decode()
+
+    def skip(self, length: int) -> None:
+        self.position += length
+        if self.position > len(self.data):
+            raise ValueError("a string or array reaches past the end")
+
+    def value(self, kind: int) -> Any:
+        """One metadata value; None for an array of strings, which is stepped over."""
+        if kind == _STRING:
+            return self.string()
+        if kind != _ARRAY:
+            return self.take(_SCALARS[kind])[0]
+        item_kind, count = self.take("IQ")
+        if item_kind == _STRING:
+            for _ in range(count):
+                self.skip(self.take("Q")[0])
+            return None
+        begin, code = self.position, _SCALARS[item_kind]
+        self.skip(count * struct.calcsize("<" + code))
+        return list(struct.unpack_from(f"<{count}{code}", self.data, begin))
+
+    def tensor_info(self) -> tuple[tuple[int, ...], int, int]:
+        (num_dims,) = self.take("I")
+        if num_dims > 4:
+            raise ValueError(f"a tensor has {num_dims} dimensions")
+        dims = self.take(f"{num_dims}Q")
+        kind, start = self.take("IQ")
+        return tuple(reversed(dims)), kind, start

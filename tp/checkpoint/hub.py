@@ -1,0 +1,83 @@
+"""From what a user names, a path or a Hub id, to what is on this machine's disk."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+from tp.checkpoint.directory import INDEX, SINGLE_FILE, files_named, read_json
+from tp.checkpoint.hosts import ranks_on_this_host
+from tp.checkpoint.together import work_together
+from tp.errors import CheckpointError
+from tp.parallel.group import TensorParallelGroup
+
+SETTINGS_FILES = ("*.json", "tokenizer*", "*.model", "*.jinja", "merges.txt", "vocab.txt")
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(?:/[A-Za-z0-9][\w.-]*)?")
+
+
+def resolve(name: str, group: TensorParallelGroup) -> Path:
+    """The local directory or file that `name` means; a Hub id is fetched into the Hub's cache first.
+
+    Of the ranks on one machine the lowest fetches, then the others find it in the cache. Raised on all ranks
+    together.
+
+    Raises:
+        CheckpointError: nothing of that name, or it cannot be fetched.
+    """
+    path = Path(os.path.expanduser(name))
+    found = group.communicator.all_gather_object(bool(name) and _exists(path))
+    if all(found):
+        return path
+    if any(found):
+        here, missing = found.index(True), found.index(False)
+        raise CheckpointError(f"{name} exists for rank {here}, but not for rank {missing}: it must be on every machine")
+    if not _HUB_ID.fullmatch(name) or name.endswith((".gguf", ".safetensors")):
+        raise CheckpointError(f"{name!r} is neither a file or directory nor a Hub id")
+    fetches = group.rank == ranks_on_this_host(group)[0]
+    work_together(group, lambda: _fetch(name, offline=False) if fetches else None)
+    return group.agree(lambda: _fetch(name, offline=True))
+
+
+def _exists(path: Path) -> bool:
+    try:
+        return path.exists()
+    except OSError:  # a name that is too long for a file
+        return False
+
+
+def _fetch(name: str, *, offline: bool) -> Path:
+    """Settings first, which say which weights there are, then those weights: never pickles, never a second copy."""
+    directory = _snapshot(name, SETTINGS_FILES, offline=offline)
+    index = directory / INDEX
+    weights = sorted(set(files_named(read_json(index), index).values())) if index.is_file() else [SINGLE_FILE]
+    return _snapshot(name, [*SETTINGS_FILES, *weights], offline=offline)
+
+
+def _snapshot(name: str, patterns: Sequence[str], *, offline: bool) -> Path:
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import (
+        HfHubHTTPError,
+        HFValidationError,
+        LocalEntryNotFoundError,
+        RepositoryNotFoundError,
+    )
+
+    try:
+        return Path(
+            snapshot_download(name, allow_patterns=list(patterns), ignore_patterns=["*/*"], local_files_only=offline)
+        )
+    except (RepositoryNotFoundError, HFValidationError) as error:
+        raise CheckpointError(f"{name!r} is not a path here, and the Hub has no model of that name") from error
+    except LocalEntryNotFoundError as error:
+        raise CheckpointError(
+            f"{name!r} is not a path here, not in the Hub's cache, and the Hub cannot be reached: "
+            "give a local directory"
+        ) from error
+    except (HfHubHTTPError, OSError) as error:
+        raise CheckpointError(f"{name!r} cannot be fetched from the Hub: {_first_line(error)}") from error
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]

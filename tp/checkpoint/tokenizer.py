@@ -1,0 +1,63 @@
+"""Tokenizers and chat templates of checkpoints, through transformers. Code of a checkpoint is never run."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from tp.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+# One of these holds the vocabulary. Without any, transformers makes an empty tokenizer of the family and says nothing.
+_VOCABULARIES = ("tokenizer.json", "*.model", "vocab.*", "tekken.json", "*.tiktoken")
+
+
+def tokenizer_of_directory(directory: Path) -> PreTrainedTokenizerBase:
+    """The tokenizer of a Hub directory.
+
+    Raises:
+        CheckpointError: it has none that transformers can read without running code of the checkpoint.
+    """
+    from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+    if not any(any(directory.glob(pattern)) for pattern in _VOCABULARIES):
+        raise CheckpointError(f"{directory} has no tokenizer: give token ids, or a directory that has tokenizer.json")
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(str(directory), local_files_only=True, trust_remote_code=False)
+    except Exception as error:  # transformers, tokenizers and the JSON beneath raise whatever comes
+        raise _unusable(directory, error) from error
+    assert isinstance(tokenizer, PreTrainedTokenizerBase)
+    return tokenizer
+
+
+def tokenizer_of_gguf(path: Path) -> PreTrainedTokenizerBase:
+    """The tokenizer and chat template that a GGUF file carries.
+
+    `AutoTokenizer` builds the same one, after reading the whole vocabulary with a slower reader for a config that
+    it then does not need: seconds and hundreds of megabytes on every rank. It is asked where the shorter way,
+    newer than the oldest transformers that we run with, fails.
+
+    Raises:
+        CheckpointError: the file carries none, or one that transformers does not know.
+    """
+    from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
+
+    with suppress(Exception):
+        return PreTrainedTokenizerFast(name_or_path=str(path.parent), gguf_file=path.name)
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(
+            str(path.parent), gguf_file=path.name, local_files_only=True, trust_remote_code=False
+        )
+    except Exception as error:
+        raise _unusable(path, error) from error
+    assert isinstance(tokenizer, PreTrainedTokenizerBase)
+    return tokenizer
+
+
+def _unusable(path: Path, error: Exception) -> CheckpointError:
+    reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+    return CheckpointError(f"{path} has no tokenizer that can be used: {reason}")
