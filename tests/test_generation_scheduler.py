@@ -1,0 +1,94 @@
+"""Slots, chunks and turns: pure bookkeeping, checked without a model."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tp.generation.cache_plan import plan_cache
+from tp.generation.decisions import Decision
+from tp.generation.results import TokenEvent
+from tp.generation.scheduler import Scheduler, SequenceState, step_of
+
+
+def states_of(lengths: list[int]) -> list[SequenceState]:
+    return [SequenceState(index, tuple(100 * index + i for i in range(n))) for index, n in enumerate(lengths)]
+
+
+def serve(states: list[SequenceState], num_slots: int, chunk: int, new: list[int]) -> list[list[tuple[int, int, int]]]:
+    """Runs until every sequence has its number of new tokens; (index, start, length) of each step's pieces."""
+    scheduler = Scheduler(states, num_slots, chunk)
+    steps = []
+    cached: dict[int, list[int]] = {state.index: [] for state in states}
+    while scheduler.unfinished:
+        pieces = scheduler.next_pieces()
+        step = step_of(pieces, device=None)  # type: ignore[arg-type]
+        assert step.num_tokens == sum(piece.slice.length for piece in pieces) > 0
+        slots = [piece.slice.slot for piece in pieces]
+        assert len(set(slots)) == len(slots)
+        assert set(slots) <= set(range(num_slots))
+        for piece, row in zip(pieces, step.last_rows().tolist(), strict=True):
+            assert step.token_ids[row] == piece.token_ids[-1]
+            assert piece.slice.start == len(cached[piece.state.index])
+            cached[piece.state.index] += piece.token_ids
+        for piece in pieces:
+            state = piece.state
+            if piece.gives_token:
+                state.new_ids.append(7000 + len(state.new_ids))
+                state.finish_reason = "length" if len(state.new_ids) == new[state.index] else None
+        steps.append([(piece.state.index, piece.slice.start, piece.slice.length) for piece in pieces])
+        scheduler.done(pieces)
+    for state in states:  # everything but the last new token went through the model, once and in order
+        assert cached[state.index] == [*state.prompt_ids, *state.new_ids[:-1]]
+    return steps
+
+
+@given(
+    st.lists(st.tuples(st.integers(1, 20), st.integers(1, 5)), min_size=1, max_size=6),
+    st.integers(1, 4),
+    st.integers(1, 12),
+)
+@settings(max_examples=200, deadline=None, derandomize=True)
+def test_every_token_goes_through_once(sizes: list[tuple[int, int]], num_slots: int, chunk: int) -> None:
+    steps = serve(states_of([length for length, _ in sizes]), num_slots, chunk, [new for _, new in sizes])
+    prompts = sum(length for length, _ in sizes)
+    lengths_of = [sum(length for *_, length in step) for step in steps]
+    assert sum(lengths_of) == prompts + sum(new - 1 for _, new in sizes)
+    assert max(lengths_of) <= max(chunk, num_slots)
+
+
+def test_a_freed_slot_is_taken_by_the_next_prompt() -> None:
+    steps = serve(states_of([3, 2, 4]), num_slots=2, chunk=4, new=[3, 1, 2])
+    assert steps == [
+        [(0, 0, 3), (1, 0, 1)],  # a chunk of 4 tokens over the batch
+        [(1, 1, 1)],  # the rest of prompt 1, which then has its one token
+        [(2, 0, 4)],
+        [(0, 3, 1), (2, 4, 1)],
+        [(0, 4, 1)],
+    ]
+
+
+def test_the_whole_prompt_is_known_while_a_chunk_of_it_runs() -> None:
+    (state,) = states_of([9])
+    scheduler = Scheduler([state], 1, 4)
+    totals = []
+    for _ in range(3):
+        (piece,) = pieces = scheduler.next_pieces()
+        totals.append((piece.slice.total, piece.gives_token))
+        scheduler.done(pieces)
+    assert totals == [(9, False), (9, False), (9, True)]
+
+
+@pytest.mark.parametrize(
+    "tokens, expected",
+    [(400, (4, 100)), (399, (4, 99)), (80, (4, 20)), (79, (3, 20)), (20, (1, 20))],
+)
+def test_a_cache_that_does_not_fit_shrinks_to_what_is_needed(tokens: int, expected: tuple[int, int]) -> None:
+    assert plan_cache(tokens, num_slots=4, capacity=100, needed=20) == expected
+
+
+def test_a_decision_survives_its_journey() -> None:
+    events = (TokenEvent(0, 151_000, '好"\n\0🙂', -0.123456789012345), TokenEvent(3, 0, "", -1e-30, "stop"))
+    for decision in (Decision(events), Decision(cancelled=True), Decision(error="rank 0 raised ValueError: ä")):
+        assert Decision.from_bytes(decision.to_bytes()) == decision

@@ -1,0 +1,148 @@
+"""A request as rank 0 understands it, checked, and made known to every rank before the model runs."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from tp.checkpoint.memory import check_fits
+from tp.config import ModelConfig
+from tp.errors import RankFailedError, RequestError, TensorParallelError
+from tp.generation.cache_plan import free_bytes_for_cache, plan_cache, tokens_that_fit
+from tp.generation.options import GenerationOptions
+
+if TYPE_CHECKING:
+    from tp.generation.language_model import LanguageModel
+
+Prompt = str | Sequence[int]
+"""Text, encoded as the model's tokenizer encodes plain text, or token ids."""
+
+
+@dataclass(frozen=True)
+class Request:
+    """What is to be generated, and in what cache.
+
+    Attributes:
+        prompts: token ids.
+        options: of rank 0.
+        context: most tokens that a sequence may have, prompt and new ones together.
+        needed: tokens that the longest sequence may come to.
+        num_slots, capacity: of the KV cache.
+    """
+
+    prompts: tuple[tuple[int, ...], ...]
+    options: GenerationOptions
+    context: int
+    needed: int
+    num_slots: int
+    capacity: int
+
+
+def share_request(model: LanguageModel, make: Callable[[], Request]) -> Request:
+    """Rank 0's request on every rank, with a cache that fits on every rank.
+
+    Args:
+        make: called on rank 0 alone; what it raises is raised everywhere.
+
+    Raises:
+        RequestError, CapacityError: on every rank, before any collective of the model.
+        RankFailedError: on the other ranks, where rank 0 met an error of another type.
+    """
+    own: Request | Exception | None = None
+    if model.group.rank == 0:
+        try:
+            own = make()
+        except Exception as error:  # whatever it is, the other ranks wait below for what became of the request
+            own = error
+    free_bytes = free_bytes_for_cache(model)
+    shared = model.group.communicator.all_gather_object((_sendable(own), tokens_that_fit(model, free_bytes)))
+    request: Request | Exception = own or shared[0][0]
+    if isinstance(request, Exception):
+        raise request
+    tokens = min(tokens for _, tokens in shared)
+    if tokens < request.needed:
+        check_fits(
+            model.config,
+            model.group,
+            weight_bytes=0,
+            num_slots=1,
+            capacity=request.needed,
+            dtype=model.dtype,
+            free_bytes=free_bytes,
+        )
+    num_slots, capacity = plan_cache(tokens, request.num_slots, request.capacity, request.needed)
+    return replace(request, num_slots=num_slots, capacity=capacity)
+
+
+def context_limit(config: ModelConfig, max_context: int | None = None) -> int:
+    """Most tokens of a sequence: `max_context` where it is given, else what the model was made for.
+
+    That is max_position_embeddings, stretched by the factor of rope types whose configs state the length before it.
+
+    Raises:
+        RequestError: `max_context` is not positive, or above what the model was made for.
+    """
+    rope, longest = config.rope, config.max_position_embeddings
+    if rope.factor is not None and rope.rope_type in ("linear", "dynamic", "yarn"):
+        longest = max(longest, int(rope.factor * (rope.original_max_position_embeddings or longest)))
+    if max_context is None:
+        return longest
+    if not 1 <= max_context <= longest:
+        raise RequestError(f"max_context is {max_context}: this model takes 1 to {longest} tokens")
+    return max_context
+
+
+def encode_prompts(model: LanguageModel, prompts: Sequence[Prompt] | None) -> tuple[tuple[int, ...], ...]:
+    """Token ids of each prompt, checked against the vocabulary. On rank 0 only: it needs the tokenizer.
+
+    Raises:
+        RequestError: no prompts, an empty one, text without a tokenizer, or ids outside the vocabulary.
+    """
+    if prompts is None or isinstance(prompts, str) or len(prompts) == 0:
+        raise RequestError(f"prompts is {prompts!r}: give a list of texts or of lists of token ids, at least one")
+    return tuple(_encode(model, index, prompt) for index, prompt in enumerate(prompts))
+
+
+def _encode(model: LanguageModel, index: int, prompt: Prompt) -> tuple[int, ...]:
+    if len(prompt) == 0:
+        raise RequestError(f"prompt {index} is empty: it must have at least one token")
+    given = model.require_tokenizer().encode(prompt) if isinstance(prompt, str) else prompt
+    try:
+        ids = tuple(operator.index(token_id) for token_id in given)
+    except TypeError as error:
+        raise RequestError(f"prompt {index} is neither text nor a list of integer token ids: {error}") from error
+    if not ids:
+        raise RequestError(f"prompt {index} is {prompt!r}, which has no tokens: it must have at least one")
+    if outside := [token_id for token_id in ids if not 0 <= token_id < model.config.vocab_size]:
+        raise RequestError(f"prompt {index} has token id {outside[0]}: ids are 0 to {model.config.vocab_size - 1}")
+    return ids
+
+
+def generation_request(model: LanguageModel, prompts: Sequence[Prompt] | None, options: GenerationOptions) -> Request:
+    """What `LanguageModel.generate` was asked for, checked. On rank 0 only.
+
+    Raises:
+        RequestError: see `encode_prompts`; a prompt that fills the context; stop strings without a tokenizer.
+    """
+    context = model.context
+    encoded = encode_prompts(model, prompts)
+    for index, prompt in enumerate(encoded):
+        if len(prompt) >= context:
+            raise RequestError(
+                f"prompt {index} has {len(prompt)} tokens, the context {context}: "
+                "shorten the prompt, or raise max_context, to leave room for a new token"
+            )
+    if options.stop:
+        model.require_tokenizer()
+    _ = model.tokenizer  # loaded here, where an error reaches every rank
+    needed = min(max(map(len, encoded)) + options.max_new_tokens, context)
+    capacity = context if model.max_context else needed
+    return Request(encoded, options, context, needed, model.max_batch_size or len(encoded), capacity)
+
+
+def _sendable(own: Request | Exception | None) -> Request | Exception | None:
+    if isinstance(own, Exception) and not isinstance(own, TensorParallelError):
+        return RankFailedError(f"rank 0 could not take the request: {type(own).__name__}: {own}")
+    return own

@@ -1,0 +1,106 @@
+"""How likely a model finds a text: log-probabilities and perplexity, without a gather of the vocabulary."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from tp.errors import RequestError
+from tp.generation.options import GenerationOptions
+from tp.generation.processors import LOWEST
+from tp.generation.request import Prompt, Request, encode_prompts, share_request
+from tp.layers.embedding import ShardedLogits
+from tp.layers.kv_cache import KVCache
+from tp.layers.step import SequenceSlice, Step
+
+if TYPE_CHECKING:
+    from tp.generation.language_model import LanguageModel
+
+ROWS = 64
+"""Positions whose logits exist at once: float32 [64, ⌈V/t⌉]."""
+
+
+@dataclass(frozen=True)
+class Score:
+    """How likely a model finds a text.
+
+    Attributes:
+        token_ids: n ids.
+        logprobs: n − 1 natural logarithms: of each id but the first, given those before it.
+    """
+
+    token_ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
+
+    @property
+    def perplexity(self) -> float:
+        """exp(−mean log-probability)."""
+        return math.exp(-sum(self.logprobs) / len(self.logprobs))
+
+
+@torch.no_grad()
+def score(model: LanguageModel, text: Prompt | None) -> Score:
+    """The log-probability of each token given those before it. Every rank calls it and gets the same.
+
+    The text runs through the model in chunks, through the LM head `ROWS` positions at a time, and each rank's
+    statistics of its columns of the vocabulary are all that is exchanged.
+
+    Args:
+        text: text or token ids, those of rank 0; other ranks may pass None.
+
+    Raises:
+        RequestError: fewer than two tokens, ids outside the vocabulary, or more tokens than the context takes.
+        CapacityError: the KV cache does not fit.
+    """
+    request = share_request(model, lambda: _scoring_request(model, text))
+    ids = torch.tensor(request.prompts[0], device=model.group.device)
+    cache = KVCache(model.config, model.group, 1, request.capacity, dtype=model.dtype, device=model.group.device)
+    logprobs: list[float] = []
+    chunk = request.options.prefill_chunk
+    for start in range(0, len(ids) - 1, chunk):
+        inputs = ids[start : start + chunk][: len(ids) - 1 - start]
+        piece = SequenceSlice(len(inputs), start, slot=0, total=len(ids))
+        stream = model.hidden_states(Step(inputs, (piece,)), cache)
+        targets = ids[start + 1 : start + 1 + len(inputs)]
+        stream.settle()
+        for rows in torch.arange(len(inputs), device=ids.device).split(ROWS):
+            logits = model.lm_head(stream.take(rows).read(model.model.norm))
+            logprobs += token_logprobs(logits, targets[rows]).tolist()
+    return Score(request.prompts[0], tuple(logprobs))
+
+
+def token_logprobs(logits: ShardedLogits, targets: Tensor) -> Tensor:
+    """[R] float32: ln softmax(logits)[target], equal on all ranks; one all-gather of three numbers a row and rank.
+
+    With m = max x and s = Σ exp(x − m) of each rank's columns: x_target − M − ln Σ_ranks s·exp(m − M), M = max m.
+
+    Args:
+        logits: [R, V]; float32 statistics whatever their dtype.
+        targets: [R] int64.
+    """
+    real = logits.local[:, : logits.num_valid].float()
+    if not logits.num_valid:  # a rank may own no real column
+        real = real.new_full((len(real), 1), LOWEST)
+    local_max = real.amax(-1)
+    local_sum = (real - local_max.unsqueeze(-1)).exp().sum(-1)
+    local_targets = targets - logits.vocab_start_index
+    owned = (local_targets >= 0) & (local_targets < logits.num_valid)
+    at_target = real.gather(-1, local_targets.where(owned, 0).unsqueeze(-1)).squeeze(-1).where(owned, 0)
+    packed = torch.stack([local_max, local_sum, at_target], dim=-1)
+    group = logits.group
+    gathered: Tensor = group.communicator.all_gather(packed, [len(packed)] * group.size).unflatten(0, (group.size, -1))
+    rank_max, rank_sum, rank_target = gathered[..., 0], gathered[..., 1], gathered[..., 2]
+    total_max = rank_max.amax(0)
+    total_sum = (rank_sum * (rank_max - total_max).exp()).sum(0)
+    return rank_target.sum(0) - total_max - total_sum.log()
+
+
+def _scoring_request(model: LanguageModel, text: Prompt | None) -> Request:
+    (ids,) = encode_prompts(model, None if text is None else [text])
+    if not 2 <= len(ids) <= model.context:
+        raise RequestError(f"the text has {len(ids)} tokens: scoring takes 2 to {model.context}, the model's context")
+    return Request((ids,), GenerationOptions(), model.context, needed=len(ids), num_slots=1, capacity=len(ids))
