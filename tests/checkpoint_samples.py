@@ -218,8 +218,6 @@ def write_gguf(
 def materialise(model: CausalLM) -> CausalLM:
     """Gives a model of the meta device memory, all of it NaN, so that what is not loaded shows."""
     model.to_empty(device="cpu")
-    if model.config.tie_word_embeddings:
-        model.lm_head.weight = model.model.embed_tokens.weight
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.fill_(float("nan"))

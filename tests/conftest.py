@@ -7,10 +7,13 @@ from collections import Counter
 from collections.abc import Iterator
 
 import pytest
+import torch
 from pool import RankPool
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+torch.set_num_threads(1)  # a second thread waits for the ranks that share the cores
 
 _DESELECTED = pytest.StashKey[int]()
 

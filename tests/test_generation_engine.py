@@ -195,14 +195,16 @@ def test_a_decode_step_adds_two_collectives_to_those_of_the_layers(ranks: RankPo
 def _timed(group: TensorParallelGroup) -> list[tuple[Timings, int]]:
     model = tiny_model(group)
     results = [model.generate(prompts_of(4, 2), GenerationOptions(10)), model.generate([[1]], GenerationOptions(1))]
+    results.append(tiny_model(group, max_batch_size=3, max_context=50).generate(prompts_of(4, 2), GenerationOptions(2)))
     return [(result.timings, result.kv_bytes) for result in results]
 
 
 def test_timings_and_cache_bytes(ranks: RankPool) -> None:
-    for (timings, kv_bytes), (of_one_token, _) in ranks(2).run(_timed):
+    for (timings, kv_bytes), (of_one_token, _), (_, preallocated) in ranks(2).run(_timed):
         assert 0 < timings.ttft_s < 5
         assert 0 < timings.tpot_s < 1
         # Two tokens a step; the time between tokens has what lies between steps on top of the steps themselves.
         assert timings.tokens_per_s >= 0.9 * 2 / timings.tpot_s
         assert kv_bytes == 2 * 2 * 1 * 8 * 4 * (2 * 14)  # k and v, layers, own heads, width, float32, slots of 4 + 10
+        assert preallocated == 2 * 2 * 1 * 8 * 4 * (3 * 50)
         assert (of_one_token.tpot_s, of_one_token.tokens_per_s) == (0, 0)

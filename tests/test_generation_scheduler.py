@@ -1,15 +1,17 @@
-"""Slots, chunks and turns: pure bookkeeping, checked without a model."""
+"""Slots, chunks, turns and decisions: the bookkeeping of generation, checked without a model."""
 
 from __future__ import annotations
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from pool import RankPool
 
 from tp.generation.cache_plan import plan_cache
-from tp.generation.decisions import Decision
+from tp.generation.decisions import Decision, share
 from tp.generation.results import TokenEvent
 from tp.generation.scheduler import Scheduler, SequenceState, step_of
+from tp.parallel import TensorParallelGroup
 
 
 def states_of(lengths: list[int]) -> list[SequenceState]:
@@ -92,3 +94,16 @@ def test_a_decision_survives_its_journey() -> None:
     events = (TokenEvent(0, 151_000, '好"\n\0🙂', -0.123456789012345), TokenEvent(3, 0, "", -1e-30, "stop"))
     for decision in (Decision(events), Decision(cancelled=True), Decision(error="rank 0 raised ValueError: ä")):
         assert Decision.from_bytes(decision.to_bytes()) == decision
+
+
+LONG = Decision((TokenEvent(0, 1, "x🙂" * 3000, -0.5), TokenEvent(1, 2, "y", -1.5, "stop")))
+DECISIONS = [LONG, Decision(), LONG, Decision(error="z" * 1000), Decision(cancelled=True)]
+
+
+def _share(group: TensorParallelGroup) -> tuple[list[Decision], int]:
+    shared = [share(d if group.rank == 0 else None, len(d.events), group) for d in DECISIONS]
+    return shared, group.communicator.statistics.calls
+
+
+def test_every_rank_gets_the_decision_however_long_it_is(ranks: RankPool) -> None:
+    assert ranks(3).run(_share) == [(DECISIONS, 5 + 3)] * 3  # the three long ones take a second broadcast

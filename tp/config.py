@@ -171,6 +171,17 @@ class ModelConfig:
     def architecture(self) -> str:
         return self.family.architecture
 
+    @property
+    def longest_context(self) -> int:
+        """Most tokens of a sequence that the model was made for.
+
+        That is max_position_embeddings, stretched by the factor of rope types whose configs state the length before it.
+        """
+        rope, longest = self.rope, self.max_position_embeddings
+        if rope.factor is None or rope.rope_type not in ("linear", "dynamic", "yarn"):
+            return longest
+        return max(longest, int(rope.factor * (rope.original_max_position_embeddings or longest)))
+
     def check_degree(self, tp_size: int) -> None:
         """Refuses a tensor-parallel degree that would leave a rank without a query head.
 

@@ -21,10 +21,10 @@ def free_memory(group: TensorParallelGroup) -> int:
     place = (this_host(), str(group.device))
     sharers = group.communicator.all_gather_object(place).count(place)
     if group.device.type == "cuda":
-        free: int = torch.cuda.mem_get_info(group.device)[0]
-    else:
-        free = free_host_memory()
-    return free // sharers
+        # torch keeps what earlier tensors took, and gives it again
+        kept = torch.cuda.memory_reserved(group.device) - torch.cuda.memory_allocated(group.device)
+        return int(torch.cuda.mem_get_info(group.device)[0]) // sharers + kept
+    return free_host_memory() // sharers
 
 
 def free_host_memory(proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgroup")) -> int:

@@ -74,7 +74,7 @@ def _longest_context(
     config: ModelConfig, group: TensorParallelGroup, num_slots: int, dtype: torch.dtype, room: int
 ) -> int:
     """The largest capacity up to the model's context whose cache takes at most `room` bytes; 0 if none."""
-    low, high = 0, config.max_position_embeddings
+    low, high = 0, config.longest_context
     while low < high:
         middle = (low + high + 1) // 2
         if KVCache.bytes_needed(config, group, num_slots, middle, dtype) <= room:

@@ -2,19 +2,8 @@
 
 from __future__ import annotations
 
-import torch
-
-from tp.checkpoint.free_memory import free_memory
 from tp.layers.kv_cache import KVCache
 from tp.models.causal_lm import CausalLM
-
-
-def free_bytes_for_cache(model: CausalLM) -> int:
-    """Bytes that this rank's cache could take. Every rank calls it."""
-    free = free_memory(model.group)
-    if model.group.device.type == "cuda":  # torch keeps what earlier caches took, and gives it again
-        free += torch.cuda.memory_reserved(model.group.device) - torch.cuda.memory_allocated(model.group.device)
-    return free
 
 
 def tokens_that_fit(model: CausalLM, free_bytes: int) -> int:

@@ -61,8 +61,6 @@ def load(
             dtype=model.dtype,
         )
         model.to_empty(device=group.device)
-        if checkpoint.config.tie_word_embeddings:  # `to_empty` makes two of a shared parameter on "meta"
-            model.lm_head.weight = model.model.embed_tokens.weight
         model.load_report = checkpoint.load_into(model, progress)
     model.eos_token_ids = checkpoint.generation_eos_token_ids
     model.set_tokenizer_loader(checkpoint.tokenizer)

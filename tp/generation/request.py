@@ -7,10 +7,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from tp.checkpoint.free_memory import free_memory
 from tp.checkpoint.memory import check_fits
 from tp.config import ModelConfig
 from tp.errors import RankFailedError, RequestError, TensorParallelError
-from tp.generation.cache_plan import free_bytes_for_cache, plan_cache, tokens_that_fit
+from tp.generation.cache_plan import plan_cache, tokens_that_fit
 from tp.generation.options import GenerationOptions
 
 if TYPE_CHECKING:
@@ -56,7 +57,7 @@ def share_request(model: LanguageModel, make: Callable[[], Request]) -> Request:
             own = make()
         except Exception as error:  # whatever it is, the other ranks wait below for what became of the request
             own = error
-    free_bytes = free_bytes_for_cache(model)
+    free_bytes = free_memory(model.group)
     shared = model.group.communicator.all_gather_object((_sendable(own), tokens_that_fit(model, free_bytes)))
     request: Request | Exception = own or shared[0][0]
     if isinstance(request, Exception):
@@ -79,14 +80,10 @@ def share_request(model: LanguageModel, make: Callable[[], Request]) -> Request:
 def context_limit(config: ModelConfig, max_context: int | None = None) -> int:
     """Most tokens of a sequence: `max_context` where it is given, else what the model was made for.
 
-    That is max_position_embeddings, stretched by the factor of rope types whose configs state the length before it.
-
     Raises:
         RequestError: `max_context` is not positive, or above what the model was made for.
     """
-    rope, longest = config.rope, config.max_position_embeddings
-    if rope.factor is not None and rope.rope_type in ("linear", "dynamic", "yarn"):
-        longest = max(longest, int(rope.factor * (rope.original_max_position_embeddings or longest)))
+    longest = config.longest_context
     if max_context is None:
         return longest
     if not 1 <= max_context <= longest:

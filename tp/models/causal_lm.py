@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
@@ -41,8 +43,17 @@ class CausalLM(nn.Module):
         self.group = group
         self.model = Decoder(config, group, dtype=dtype, device=device)
         self.lm_head = ParallelLMHead(config.vocab_size, config.hidden_size, group, dtype=dtype, device=device)
-        if config.tie_word_embeddings:
+        self._tie()
+
+    def _tie(self) -> None:
+        if self.config.tie_word_embeddings:
             self.lm_head.weight = self.model.embed_tokens.weight
+
+    def _apply(self, fn: Any, recurse: bool = True) -> CausalLM:
+        """Moves, casts or empties parameters as torch does, which may make two of a shared one: ties it again."""
+        super()._apply(fn, recurse)
+        self._tie()
+        return self
 
     @property
     def dtype(self) -> torch.dtype:

@@ -5,11 +5,10 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from datetime import timedelta
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh
 
 from tp.errors import CommunicationError, TensorParallelError
 from tp.parallel.communicator import (
@@ -18,6 +17,9 @@ from tp.parallel.communicator import (
     NativeCommunicator,
     OrderedCommunicator,
 )
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 T = TypeVar("T")
 

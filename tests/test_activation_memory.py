@@ -1,0 +1,36 @@
+"""What a layer keeps for the backward is what is derived for it, and falls as 1/t where the stream is sharded."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from benchmarks.activation_memory import CONFIG, measured_layer_bytes
+from tp.layers import Replicate, ShardTokens
+from tp.planning.activations import layer_activations
+
+TOKENS = 96
+
+
+def _measured(group):
+    return {
+        layout.__name__: measured_layer_bytes(CONFIG, group, layout, TOKENS, torch.float32)
+        for layout in (Replicate, ShardTokens)
+    }
+
+
+@pytest.mark.parametrize("t", [1, 2, 3])
+def test_measured_equals_derived_within_five_percent(ranks, t):
+    for rank, measured in enumerate(ranks(t).run(_measured)):
+        for name, nbytes in measured.items():
+            derived = layer_activations(CONFIG, TOKENS, 4, t, rank, sharded=name == "ShardTokens")
+            assert nbytes == pytest.approx(derived.total, rel=0.05), name
+
+
+def test_the_share_of_stream_and_norms_falls_as_one_over_t(ranks):
+    """Attention and MLP are the same in both layouts, so the difference is the stream's alone."""
+    whole = layer_activations(CONFIG, TOKENS, 4).stream
+    for t in (2, 4):
+        for measured in ranks(t).run(_measured):
+            saved_by_sharding = measured["Replicate"] - measured["ShardTokens"]
+            assert saved_by_sharding == pytest.approx(whole * (1 - 1 / t), rel=0.01)

@@ -1,0 +1,1 @@
+"""Arithmetic about runs: what they will take, without running them."""

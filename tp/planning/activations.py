@@ -1,0 +1,66 @@
+"""Bytes of activations that one decoder layer keeps for the backward, on one rank.
+
+Counted as Korthikanti et al. 2022 (arXiv:2205.05198) count theirs, for this decoder: gated MLP, grouped-query
+attention whose weights are not materialised, RMSNorm, no dropout. With N tokens, s of them in this rank's share of
+the stream (N/t under sequence parallelism), Q, K, I this rank's query, KV and intermediate widths, and e bytes an
+element, a layer keeps
+
+    norms        2 · s · (D·e + 4)      what each norm read, and its float32 statistic
+    projections  2 · s · D·e            what the q|k|v and gate|up linears read
+    attention    N · (2Q + 2K) · e      q, k, v, and the kernel's output, which the output projection reads
+                 + N · Q · e            where the rank's heads fall into several runs, whose outputs are joined by copy
+                 + N · heads · 4        the float32 log-sum-exp of each row
+    MLP          N · 3I · e             gate and up, and what the down projection reads
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from tp.config import ModelConfig
+from tp.parallel.partition import chunk_ranges, feature_ranges, kv_head_ranges, query_head_ranges, uniform_runs
+
+STATISTIC_BYTES = 4
+
+
+@dataclass(frozen=True)
+class LayerActivations:
+    """Bytes that one layer keeps for the backward on one rank.
+
+    Attributes:
+        stream: what norms and column-parallel linears keep of the residual stream's width; 1/t of it when sharded.
+        attention: between the q|k|v projection and the output projection, that one's input included.
+        mlp: between the gate|up projection and the down projection, that one's input included.
+    """
+
+    stream: int
+    attention: int
+    mlp: int
+
+    @property
+    def total(self) -> int:
+        return self.stream + self.attention + self.mlp
+
+
+def layer_activations(
+    config: ModelConfig, num_tokens: int, itemsize: int, tp_size: int = 1, tp_rank: int = 0, *, sharded: bool = False
+) -> LayerActivations:
+    """What one layer keeps for `num_tokens` tokens in one sequence, on rank `tp_rank` of `tp_size`.
+
+    Args:
+        itemsize: bytes of an activation element.
+        sharded: sequence parallelism: this rank's tokens only in the stream.
+    """
+    heads = len(query_head_ranges(config.num_attention_heads, tp_size)[tp_rank])
+    kv_heads = len(kv_head_ranges(config.num_attention_heads, config.num_kv_heads, tp_size)[tp_rank])
+    intermediate = len(feature_ranges(config.intermediate_size, tp_size)[tp_rank])
+    own_tokens = len(chunk_ranges(num_tokens, tp_size)[tp_rank]) if sharded else num_tokens
+    width = config.hidden_size * itemsize
+    runs = uniform_runs(config.num_attention_heads, config.num_kv_heads, tp_size, tp_rank)
+    query_copies = 3 if len(runs) > 1 else 2
+    attention_width = (query_copies * heads + 2 * kv_heads) * config.head_dim * itemsize + heads * STATISTIC_BYTES
+    return LayerActivations(
+        stream=own_tokens * (4 * width + 2 * STATISTIC_BYTES),
+        attention=num_tokens * attention_width,
+        mlp=num_tokens * 3 * intermediate * itemsize,
+    )
