@@ -363,7 +363,7 @@ def _with_free_memory(group: TensorParallelGroup, tokens: list[int], prompts: li
     """Each rank finds memory for another number of tokens."""
     model = tiny_model(group, max_context=120)
     bytes_per_token = 2 * 2 * 8 * 4  # k and v of one KV head in two layers, float32
-    with mock.patch("tp.generation.cache_plan.free_memory", lambda group: tokens[group.rank] * bytes_per_token):
+    with mock.patch("tp.generation.request.free_memory", lambda group: tokens[group.rank] * bytes_per_token):
         result = model.generate([[7] * length for length in prompts], GenerationOptions(100))
     return result.kv_bytes // bytes_per_token, [len(sequence.new_ids) for sequence in result.sequences]
 
@@ -388,7 +388,7 @@ def _waves_for_want_of_memory(group: TensorParallelGroup) -> tuple[Any, ...]:
     model = tiny_model(group)
     expected = works_as_new(model)
     bytes_per_token = 2 * 2 * 8 * 4
-    with mock.patch("tp.generation.cache_plan.free_memory", return_value=19 * bytes_per_token):
+    with mock.patch("tp.generation.request.free_memory", return_value=19 * bytes_per_token):
         result = model.generate(FRESH, GenerationOptions(6))
     return result.kv_bytes // bytes_per_token, summary(result) == expected
 

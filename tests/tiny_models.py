@@ -15,6 +15,9 @@ from tp.layers.parameter import named_parts
 from tp.models import CausalLM
 from tp.parallel import TensorParallelGroup
 
+_EMBEDDING_SCALE = 0.1
+"""Small beside what the layers write: a tied model would else repeat its last token for ever."""
+
 Model = TypeVar("Model", bound=CausalLM)
 
 TINY_CONFIGS: dict[str, dict[str, Any]] = {
@@ -106,7 +109,7 @@ def transformers_model(family: str, seed: int = 0, **overrides: Any) -> Any:
             elif name.endswith("bias"):
                 parameter.copy_(0.5 * noise)
             else:
-                parameter.copy_(noise * (1.0 if "embed" in name else 1.3 * parameter.shape[1] ** -0.5))
+                parameter.copy_(noise * (_EMBEDDING_SCALE if "embed" in name else 1.3 * parameter.shape[1] ** -0.5))
     return model
 
 

@@ -51,7 +51,7 @@ class CausalLM(nn.Module):
 
     def _apply(self, fn: Any, recurse: bool = True) -> CausalLM:
         """Moves, casts or empties parameters as torch does, which may make two of a shared one: ties it again."""
-        super()._apply(fn, recurse)
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         self._tie()
         return self
 
