@@ -93,7 +93,7 @@ class Checkpoint:
         self.group.agree(lambda: check_against_file(model, tensors))
         parts = [part for parameter in named_parts(model) for part in parameter.parts]
         parts_of_ranks = self.group.communicator.all_gather_object(parts)
-        needed = [name for name in tensors if not self._may_stay_unread(name)]
+        needed = [name for name in tensors if not self.may_stay_unread(name)]
         self.group.agree(lambda: check_over_group(parts_of_ranks, needed))
 
     def load_into(self, model: nn.Module, progress: Progress | None = None) -> LoadReport:
@@ -130,7 +130,8 @@ class Checkpoint:
                 progress(filled, total)
         return bytes_read
 
-    def _may_stay_unread(self, name: str) -> bool:
+    def may_stay_unread(self, name: str) -> bool:
+        """Whether the model gets by without this tensor: it follows from others, or is one of them again."""
         return name.endswith(_RECOMPUTED_SUFFIX) or (name == LM_HEAD and self.config.tie_word_embeddings)
 
     def _is_tied_to_stored_head(self, parameter: NamedParameter) -> bool:

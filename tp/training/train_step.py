@@ -3,37 +3,18 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from tp.layers.step import SequenceSlice, Step
 from tp.models import CausalLM
 from tp.parallel.group import TensorParallelGroup
 from tp.training.clip_grad import clip_grad_norm_
 from tp.training.cross_entropy import IGNORE_INDEX, chunked_head_cross_entropy, valid_label_count
-
-
-@dataclass(frozen=True)
-class TrainingBatch:
-    """One micro-batch of one data-parallel rank, flattened.
-
-    Attributes:
-        token_ids: [N] int64.
-        labels: [N] int64, what each token is to predict, IGNORE_INDEX where nothing.
-        lengths: of the sequences that the N tokens are, in order; no attention across them.
-    """
-
-    token_ids: Tensor
-    labels: Tensor
-    lengths: tuple[int, ...]
-
-    def step(self, dropout_seed: int | None = None) -> Step:
-        """The forward's input."""
-        return Step(self.token_ids, tuple(SequenceSlice(length) for length in self.lengths), dropout_seed)
+from tp.training.data.packing import TrainingBatch
 
 
 @dataclass(frozen=True)
@@ -99,6 +80,7 @@ class Learner:
         Raises:
             RequestError: a label outside the vocabulary, on all ranks.
         """
+        micro_batches = [batch.to(self.model.group.device) for batch in micro_batches]
         labels = torch.cat([batch.labels for batch in micro_batches])
         count = valid_label_count(labels, self.model.config.vocab_size, data_parallel_group=self.data_parallel)
         first_micro_batch = self.data_parallel.rank * len(micro_batches)
@@ -119,12 +101,13 @@ class Learner:
         return StepReport(total.item(), norm.item(), count)
 
     @torch.no_grad()
-    def evaluate(self, batches: Sequence[TrainingBatch]) -> tuple[float, int]:
+    def evaluate(self, batches: Iterable[TrainingBatch]) -> tuple[float, int]:
         """Mean loss in nats over the batches of all data-parallel ranks, and how many labels it is the mean of."""
         self.model.eval()
         sums = torch.zeros(2, dtype=torch.float64, device=self.model.group.device)
         module = LossModule(self.model)
         for batch in batches:
+            batch = batch.to(self.model.group.device)
             sums[0] += module(batch, 1).double()
             sums[1] += (batch.labels != IGNORE_INDEX).sum()
         loss, count = self.data_parallel.communicator.all_reduce(sums).tolist()

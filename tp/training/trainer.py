@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -12,8 +12,9 @@ import torch
 
 from tp.errors import NumericalError
 from tp.parallel.group import TensorParallelGroup
+from tp.training.data.packing import TrainingBatch
 from tp.training.schedule import CosineSchedule
-from tp.training.train_step import Learner, TrainingBatch
+from tp.training.train_step import Learner
 
 BatchesOfStep = Callable[[int], Sequence[TrainingBatch]]
 """This data-parallel rank's micro-batches of a step: a function of the step alone, so that resuming is exact."""
@@ -79,7 +80,7 @@ class Trainer:
         world: all ranks of the run; a request to stop on any of them is everyone's.
         learning_rate: by step.
         batches: this rank's micro-batches of a step.
-        evaluation: this rank's held-out batches; none = no evaluation.
+        evaluation: this rank's held-out batches, gone through each time; None = no evaluation.
         schedule: when to evaluate and save.
         save: writes a checkpoint.
         on_metrics: sees every step and evaluation, on every rank.
@@ -94,7 +95,7 @@ class Trainer:
         *,
         learning_rate: CosineSchedule,
         batches: BatchesOfStep,
-        evaluation: Sequence[TrainingBatch],
+        evaluation: Iterable[TrainingBatch] | None,
         schedule: TrainingSchedule,
         save: SaveCheckpoint,
         on_metrics: Callable[[StepMetrics | EvaluationMetrics], None] = lambda metrics: None,
@@ -145,7 +146,7 @@ class Trainer:
         self.on_metrics(StepMetrics(step + 1, report.loss, report.grad_norm, rate, report.num_labels, seconds))
 
     def _evaluate(self, done: int) -> None:
-        if self.evaluation:
+        if self.evaluation is not None:
             loss, count = self.learner.evaluate(self.evaluation)
             self.on_metrics(EvaluationMetrics(done, loss, count))
 
