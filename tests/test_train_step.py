@@ -13,10 +13,11 @@ from tp.layers.parameter import named_parts
 from tp.models import CausalLM
 from tp.parallel import TensorParallelGroup
 from tp.training import check_replicas, checkpoint_layers
+from tp.training.data import TrainingBatch
 from tp.training.mixed_precision import compute_in
 from tp.training.optimizer import adamw
 from tp.training.schedule import CosineSchedule
-from tp.training.train_step import Learner, TrainingBatch
+from tp.training.train_step import Learner
 
 STEPS = 20
 SCHEDULE = CosineSchedule(peak=3e-3, final=1e-4, warmup_steps=4, total_steps=STEPS)
@@ -41,7 +42,7 @@ def joined(batches, size):
         TrainingBatch(
             torch.cat([b.token_ids for b in batches[i : i + size]]),
             torch.cat([b.labels for b in batches[i : i + size]]),
-            tuple(n for b in batches[i : i + size] for n in b.lengths),
+            tuple(n for b in batches[i : i + size] for n in b.sequence_lengths),
         )
         for i in range(0, len(batches), size)
     ]
