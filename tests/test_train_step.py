@@ -17,7 +17,7 @@ from tp.training.data import TrainingBatch
 from tp.training.mixed_precision import compute_in
 from tp.training.optimizer import adamw
 from tp.training.schedule import CosineSchedule
-from tp.training.train_step import Learner
+from tp.training.train_step import Learner, LossModule
 
 STEPS = 20
 SCHEDULE = CosineSchedule(peak=3e-3, final=1e-4, warmup_steps=4, total_steps=STEPS)
@@ -191,3 +191,35 @@ def test_the_schedule_warms_up_and_ends_at_its_last_rate():
     assert rates[:3] == [0.5, 1.0, 1.0]
     assert rates[4] == pytest.approx(0.55)
     assert rates[6:] == pytest.approx([0.1, 0.1])
+
+
+def _fully_sharded(group, config, weights):
+    """FSDP2 over two data-parallel ranks around two tensor-parallel ones: whole gradients of this rank's share."""
+    from torch.distributed.fsdp import fully_shard
+
+    mesh = dist.device_mesh.init_device_mesh(group.device.type, (2, 2), mesh_dim_names=("dp", "tp"))
+    inner, outer = (TensorParallelGroup.from_device_mesh(mesh, dim) for dim in ("tp", "dp"))
+    batches = joined(micro_batches(0, config["vocab_size"]), 3)
+    results = []
+    for sharded in (False, True):
+        model = parallel_model(config, weights, inner, torch.float64).train()
+        module = LossModule(model)
+        if sharded:
+            for layer in model.model.layers:
+                fully_shard(layer, mesh=mesh["dp"])
+            fully_shard(module, mesh=mesh["dp"])
+            (module(batches[outer.rank], 7) * outer.size).backward()  # FSDP averages; we want the sum
+            gradients = [p.grad.full_tensor() for p in model.parameters()]
+        else:
+            for batch in batches:
+                module(batch, 7).backward()
+            gradients = [p.grad for p in model.parameters()]
+        results.append(gradients)
+    for ours, theirs in zip(*results, strict=True):
+        torch.testing.assert_close(theirs, ours, rtol=1e-11, atol=1e-13)
+
+
+@pytest.mark.parametrize("family", ["qwen3", "llama"])
+def test_fsdp2_sees_finished_gradients(ranks, family):
+    """Shared KV heads, norms under sequence parallelism and q/k norms are summed before FSDP reduces."""
+    ranks(4).run(_fully_sharded, hub_config(family), transformers_model(family).double().state_dict())

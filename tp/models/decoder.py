@@ -55,6 +55,8 @@ class DecoderLayer(nn.Module):
             stream.write(self.self_attn(z, step, rotary, cache), Site(self.index, "attn_out"))
             z = stream.read(self.post_attention_layernorm)
             stream.write(self.mlp(z), Site(self.index, "mlp_out"))
+            if torch.is_grad_enabled():
+                stream.settle()  # FSDP takes a layer's parameters away after it, and a pending bias is one
         return stream
 
 
@@ -96,7 +98,7 @@ class Decoder(nn.Module):
         self.run_layer = run_layer
 
     def forward(self, step: Step, cache: KVCache | None = None, tap: Tap | None = None) -> ResidualStream:
-        """Runs the step's tokens through every layer; the last layer's write is still pending.
+        """Runs the step's tokens through every layer. The stream may hold writes that are still to be combined.
 
         Args:
             cache: extended by the step's keys and values; None where every sequence begins and ends in the step.
