@@ -78,3 +78,14 @@ def column_parallel_input(x: Tensor | Normed, group: TensorParallelGroup) -> Ten
         return copy_to_tensor_parallel_region(x, group)
     raise LayoutError(f"a column-parallel linear takes a Tensor or a Normed, not a {type(x).__name__}"
                       + (": call .reduce() first" if isinstance(x, Partial) else ""))  # fmt: skip
+
+
+def row_parallel_input(x: object) -> Tensor:
+    """This rank's input features of a row-parallel linear: what a column-parallel one gave.
+
+    Raises:
+        LayoutError: `x` is a handle of the stream, or a partial sum.
+    """
+    if isinstance(x, Tensor):
+        return x
+    raise LayoutError(f"a row-parallel linear takes the Tensor of a column-parallel one, not a {type(x).__name__}")

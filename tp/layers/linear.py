@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from tp.layers.handles import Normed, Partial, column_linear
+from tp.layers.handles import Normed, Partial, column_linear, row_parallel_input
 from tp.layers.layout import Layout
 from tp.layers.parameter import ParallelModule, SharedSlice, replicated_parts
 from tp.parallel.group import TensorParallelGroup
@@ -206,5 +206,9 @@ class RowParallelLinear(ParallelModule):
         return [SharedSlice("bias", len(self.bias), 0)] if self.bias is not None and layout.sharded else []
 
     def forward(self, x: Tensor) -> Partial:
-        """[..., this rank's input features] → this rank's addend of [..., out_features]."""
-        return Partial(functional.linear(x, self.weight), self.group, self.bias)
+        """[..., this rank's input features] → this rank's addend of [..., out_features].
+
+        Raises:
+            LayoutError: `x` is a handle of the stream, or a partial sum.
+        """
+        return Partial(functional.linear(row_parallel_input(x), self.weight), self.group, self.bias)
