@@ -169,3 +169,13 @@ def test_the_chunked_form_holds_one_chunk_of_logits(monkeypatch):
     head = ParallelLMHead(11, 4, TensorParallelGroup.alone())
     chunked_head_cross_entropy(head, torch.randn(50, 4), torch.zeros(50, dtype=torch.long), chunk_size=8)
     assert largest == 8
+
+
+def test_a_rank_without_columns_does_not_take_part_in_the_maximum(ranks):
+    """Five columns on four ranks: a maximum of 0 from the empty one would let every exponential of −300 vanish."""
+    whole = torch.linspace(-310.0, -300.0, 15).view(3, 5)
+    labels = torch.tensor([4, 0, 2])
+    expected = functional.cross_entropy(whole, labels)
+    for loss, gradient, *_ in ranks(4).run(_loss, whole, labels, {}):
+        assert loss == pytest.approx(expected.item(), rel=1e-6)
+        assert gradient.isfinite().all()
