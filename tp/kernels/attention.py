@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
 from tp.kernels.dropout import keep_mask
-from tp.kernels.rms_norm import statistics_dtype
+from tp.kernels.statistics import statistics_dtype
 from tp.parallel.partition import HeadRun
 
 
@@ -100,5 +100,5 @@ def _attention_with_dropout(
     scores = q @ k.transpose(-1, -2) * q.shape[-1] ** -0.5
     scores = scores.masked_fill(~mask, torch.finfo(scores.dtype).min)
     weights = scores.softmax(-1, dtype=statistics_dtype(q.dtype)).to(q.dtype)
-    local = AttentionDropout(**{**vars(dropout), "first_head": dropout.first_head + run.queries.start})
+    local = replace(dropout, first_head=dropout.first_head + run.queries.start)
     return local.apply(weights.flatten(0, 1)).view_as(weights) @ v

@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tp.kernels.statistics import statistics_dtype
+
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """y = n · w with n = cast(x · r), r = rsqrt(mean(x²) + eps), over the last dim.
@@ -25,11 +27,6 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
         y: Tensor = _RMSNorm.apply(x, weight, eps)  # type: ignore[no-untyped-call]
         return y
     return _forward(x, weight, eps)[0]
-
-
-def statistics_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Where statistics are accumulated: float64 for float64, else float32."""
-    return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def _forward(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:

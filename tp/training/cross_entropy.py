@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from tp.errors import LayoutError, RequestError
-from tp.kernels.rms_norm import statistics_dtype
+from tp.kernels.statistics import statistics_dtype
 from tp.layers.embedding import ParallelLMHead, ShardedLogits
 from tp.layers.handles import Normed, column_parallel_input
 from tp.parallel.group import TensorParallelGroup
@@ -147,14 +147,14 @@ def _loss_and_gradient(
     gathered = shard.group.communicator.all_gather(own.unsqueeze(0), [1] * shard.group.size)
     maxima, sums, targets, totals = gathered.unbind(1)
     top = maxima.amax(0)
-    lse = top + (sums * (maxima - top).exp()).sum(0).log()
+    log_sum = (sums * (maxima - top).exp()).sum(0).log()  # lse − top: small, where lse may be large and coarse
     valid = labels != ignore_index
-    nll = lse - targets.sum(0)
-    smooth = lse - totals.sum(0) / shard.vocab_size
+    nll = log_sum - (targets.sum(0) - top)
+    smooth = log_sum - (totals.sum(0) / shard.vocab_size - top)
     loss = ((1 - smoothing) * nll + smoothing * smooth).where(valid, 0).sum()
 
     gradient = torch.zeros_like(wide)
-    probabilities = exponentials.mul_((maximum - lse).exp().unsqueeze(-1))
+    probabilities = exponentials.mul_((maximum - top - log_sum).exp().unsqueeze(-1))
     probabilities -= smoothing / shard.vocab_size
     if shard.num_valid:
         probabilities.scatter_add_(-1, own_label, (smoothing - 1) * owned.unsqueeze(-1).to(wide.dtype))
