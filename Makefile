@@ -18,9 +18,10 @@ help:
 
 venv: $(INSTALLED)
 
+# An environment that works is kept, with its interpreter, and brought up to date.
 # pip learned to install a pyproject.toml in place in 21.3; what is new enough stays as it is.
 $(INSTALLED): pyproject.toml
-	$(PYTHON) -m venv .venv
+	$(BIN)/python -m pip --version > /dev/null 2>&1 || $(PYTHON) -m venv --clear .venv
 	$(BIN)/python -m pip install --disable-pip-version-check --quiet 'pip>=22'
 	$(BIN)/python -m pip install --disable-pip-version-check --editable '.[dev]'
 	touch $@

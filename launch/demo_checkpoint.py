@@ -1,4 +1,4 @@
-"""The demo's checkpoint: SmolLM2-135M-Instruct, fetched once and kept, or a small random model made on the spot."""
+"""The demo's checkpoint: SmolLM2-135M-Instruct, fetched once and kept."""
 
 from __future__ import annotations
 

@@ -26,9 +26,10 @@ class RankMemory:
     @classmethod
     def of_this_rank(cls, model: LanguageModel, kv_bytes: int) -> RankMemory:
         """What the model holds here and what its loading read."""
-        weights = sum(parameter.nbytes for parameter in model.parameters())
+        from tp.checkpoint import weight_bytes
+
         read = model.load_report.bytes_read if model.load_report else 0
-        return cls(weights, kv_bytes, read, peak_rss_bytes())
+        return cls(weight_bytes(model), kv_bytes, read, peak_rss_bytes())
 
 
 @dataclass(frozen=True)

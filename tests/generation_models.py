@@ -56,7 +56,7 @@ class ScriptedModel(LanguageModel):
             local[:, self.group.rank * width : (self.group.rank + 1) * width], self.group, self.config.vocab_size
         )
 
-    def hidden_states(self, step: Step, cache: KVCache | None = None) -> Any:
+    def residual_stream(self, step: Step, cache: KVCache | None = None) -> Any:
         return None
 
 

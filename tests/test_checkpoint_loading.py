@@ -156,7 +156,7 @@ def peak_over_shard(
 
 def make_and_load(group: TensorParallelGroup, path: Path, config: ModelConfig, dtype: torch.dtype) -> CausalLM:
     model = materialise(CausalLM(config, group, dtype=dtype, device="meta"))
-    Checkpoint(config, dtype, (), "", directory.open_weights(path), path, group).load_into(model)
+    Checkpoint(config, dtype, (), directory.open_weights(path), path, group).load_into(model)
     return model
 
 

@@ -7,8 +7,8 @@ import torch
 import torch.distributed as dist
 
 from tp.errors import CommunicationError, RequestError
-from tp.parallel import TensorParallelGroup
-from tp.parallel.communicator import ONE_SHOT_BYTES, sum_in_rank_order
+from tp.parallel import CommunicationStatistics, TensorParallelGroup
+from tp.parallel.communicator import MOST_CUDA_EVENTS, ONE_SHOT_BYTES, sum_in_rank_order
 
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64]
 
@@ -92,6 +92,28 @@ def test_calls_and_bytes_and_time_are_counted(ranks):
     for calls, nbytes, seconds in ranks(3).run(_count):
         assert (calls, nbytes) == (2, 6 * 4 + 3 * 2 * 3 * 4)
         assert 0 < seconds < 5
+
+
+class _Event:
+    """A CUDA event that happened `at` milliseconds."""
+
+    def __init__(self, at):
+        self.at = at
+
+    def synchronize(self):
+        pass
+
+    def elapsed_time(self, end):
+        return end.at - self.at
+
+
+def test_a_long_run_keeps_few_cuda_events_and_all_of_their_time():
+    statistics = CommunicationStatistics()
+    for _ in range(3 * MOST_CUDA_EVENTS):
+        statistics.add_cuda_events(_Event(0.0), _Event(2.0))
+    assert len(statistics._cuda_events) < MOST_CUDA_EVENTS
+    assert statistics.seconds == pytest.approx(3 * MOST_CUDA_EVENTS * 2e-3)
+    assert not statistics._cuda_events
 
 
 def _wrong_rows(group):

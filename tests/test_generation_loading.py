@@ -18,7 +18,7 @@ from tp.config import ModelConfig, RopeConfig
 from tp.errors import CapacityError, CheckpointError, ConfigError, RequestError
 from tp.generation import GenerationOptions
 from tp.generation.loading import as_dtype, load
-from tp.generation.request import context_limit
+from tp.generation.text_model import context_limit
 from tp.parallel import TensorParallelGroup
 
 PROMPTS = [[3, 1, 4], [15, 9, 2, 6, 5]]

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pool import RankPool
 
-from tp.errors import TensorParallelError
+from tp.errors import NumericalError
 from tp.generation import GenerationOptions, SamplingParameters
 from tp.generation.draws import uniform
 from tp.generation.processors import LOWEST, best_columns, draw, likely_enough, nucleus, repetition_penalty
@@ -252,5 +252,5 @@ def test_extreme_temperatures() -> None:
 
 @pytest.mark.parametrize("options", [GenerationOptions(), sampling(temperature=1.0)])
 def test_logits_that_are_not_finite_are_an_error(options: GenerationOptions) -> None:
-    with pytest.raises(TensorParallelError, match="sequence 0 at new token 0 are not finite"):
+    with pytest.raises(NumericalError, match="sequence 0 at new token 0 are not finite"):
         choose(TensorParallelGroup.alone(), torch.tensor([[0.0, math.nan, 1.0]]), options)

@@ -93,7 +93,7 @@ def _cache_facts(group, config, weights, prompt):
     model = parallel_model(config, weights, group)
     cache = KVCache(model.config, group, num_slots=1, capacity=len(prompt), dtype=torch.float32)
     with torch.no_grad():
-        model.hidden_states(Step(torch.tensor(prompt), (SequenceSlice(len(prompt)),)), cache).settle()
+        model.residual_stream(Step(torch.tensor(prompt), (SequenceSlice(len(prompt)),)), cache).settle()
     return cache.nbytes, [(layer.key[0], layer.value[0]) for layer in cache.layers]
 
 

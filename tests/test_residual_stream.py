@@ -76,7 +76,7 @@ def _zero_writes(group, config, weights):
     model = parallel_model(config, weights, group)
     ids = torch.tensor([5, 96, 0, 5, 41])
     with torch.no_grad():
-        state = model.hidden_states(Step(ids, (SequenceSlice(5),))).settle()
+        state = model.residual_stream(Step(ids, (SequenceSlice(5),))).settle()
     return torch.equal(state, weights["model.embed_tokens.weight"][ids])
 
 
@@ -98,7 +98,7 @@ def _captured(group, config, weights):
     ids = torch.tensor([3, 1, 4, 1, 5])
     step = Step(ids, (SequenceSlice(5),))
     with torch.no_grad():
-        untapped = model.hidden_states(step).settle()
+        untapped = model.residual_stream(step).settle()
         final = model.model(step, tap=tap).settle()
     total = captured.pop(EMBED)
     for layer in range(model.config.num_layers):

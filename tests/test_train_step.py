@@ -92,7 +92,8 @@ def alone():
 @pytest.mark.parametrize("family, t", [("qwen3", 2), ("qwen3", 4), ("llama", 3), ("llama", 4)])
 def test_twenty_adamw_steps_equal_those_of_one_rank(ranks, alone, family, t, layout, accumulation):
     config, weights, expected_losses, expected = alone[family]
-    assert expected_losses[-1] < expected_losses[0] - 0.1
+    moved = max((expected[name] - weights[name]).abs().max() for name in expected)
+    assert moved > 0.01, "weights that stay where they are prove little"
     outcomes = ranks(t).run(_train, config, weights, layout, accumulation)
     for losses, _ in outcomes:
         assert max(abs(a - b) for a, b in zip(losses, expected_losses, strict=True)) <= 1e-9

@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
 ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "yarn")
+LARGEST_COUNT = 2**31
+"""Above any size of a model; what is larger is damage, and would overflow in torch."""
 ACTIVATIONS = ("silu", "gelu", "gelu_pytorch_tanh", "relu")
 
 
@@ -40,11 +42,15 @@ FAMILIES: Mapping[str, Family] = {
     "qwen3": Family("Qwen3ForCausalLM", "attention_bias", "attention_bias", qk_norm=True),
 }
 
+# Fields that are read, by `ModelConfig.from_hf` or on its way through transformers, of any family: not every family's
+# config class lists them.
+READ_FIELDS = frozenset(
+    "model_type architectures dtype torch_dtype head_dim layer_types rope_theta rope_scaling".split()
+)
 # Fields of Hub configs that say nothing about the numbers that a decoder computes from its weights.
 INERT_FIELDS = frozenset(
-    "architectures auto_map dtype torch_dtype transformers_version use_cache unk_token_id sep_token_id cls_token_id "
-    "pretraining_tp is_llama_config transformers.js_config max_window_layers head_dim layer_types rope_theta "
-    "rope_scaling model_type".split()
+    "auto_map transformers_version use_cache unk_token_id sep_token_id cls_token_id pretraining_tp is_llama_config "
+    "transformers.js_config max_window_layers".split()
 )
 # Fields that some Hub configs carry and that are understood at one value only.
 FIXED_FIELDS: Mapping[str, Any] = {
@@ -89,9 +95,9 @@ class RopeConfig:
             ConfigError: an unknown rope type or setting, or a setting that the type needs is absent.
         """
         known = {field.name for field in fields(cls)}
+        _check_rope_type(parameters)
         given = {key: value for key, value in parameters.items() if value is not None and key != "type"}
         rope_type = given.get("rope_type", "default")
-        _check_rope_type(parameters)
         if given.pop("partial_rotary_factor", 1.0) != 1.0:
             raise ConfigError("rope_parameters.partial_rotary_factor other than 1.0 is not supported")
         if unknown := sorted(given.keys() - known):
@@ -107,6 +113,8 @@ class RopeConfig:
             if getattr(rope, name) is None:
                 raise ConfigError(f"rope type {rope_type!r} needs rope_parameters.{name}, which is absent")
         _check_positive("rope_parameters.", rope_theta=rope.rope_theta, factor=rope.factor)
+        if rope_type == "yarn" and rope.rope_theta == 1:
+            raise ConfigError("rope_parameters.rope_theta is 1: rope type 'yarn' divides by its logarithm")
         return rope
 
     def to_hf(self) -> dict[str, Any]:
@@ -206,6 +214,8 @@ class ModelConfig:
         given = dict(config) if isinstance(config, Mapping) else config.to_dict()
         model_type = str(given.get("model_type"))
         architectures = given.get("architectures") or [None]
+        if not isinstance(architectures, (list, tuple)):
+            raise ConfigError(f"architectures is {architectures!r}: it must be a list")
         if model_type not in FAMILIES:
             raise ConfigError(f"model_type {model_type!r} is not supported: choose from {', '.join(FAMILIES)}")
         family = FAMILIES[model_type]
@@ -287,7 +297,7 @@ class ModelConfig:
     def _check(self) -> None:
         if self.model_type not in FAMILIES:
             raise ConfigError(f"model_type {self.model_type!r} is not supported: choose from {', '.join(FAMILIES)}")
-        _check_positive(
+        _check_counts(
             hidden_size=self.hidden_size,
             num_layers=self.num_layers,
             num_attention_heads=self.num_attention_heads,
@@ -296,8 +306,8 @@ class ModelConfig:
             intermediate_size=self.intermediate_size,
             vocab_size=self.vocab_size,
             max_position_embeddings=self.max_position_embeddings,
-            norm_eps=self.norm_eps,
         )
+        _check_positive(norm_eps=self.norm_eps)
         if self.num_attention_heads % self.num_kv_heads:
             raise ConfigError(
                 f"num_attention_heads {self.num_attention_heads} is not a multiple of num_kv_heads {self.num_kv_heads}"
@@ -328,14 +338,14 @@ def _complete(given: dict[str, Any], model_type: str) -> dict[str, Any]:
         if name in FIXED_FIELDS:
             if value != FIXED_FIELDS[name]:
                 raise ConfigError(f"{name}={value!r} is not supported: only {FIXED_FIELDS[name]!r}")
-        elif name not in defaults and name not in INERT_FIELDS and not name.startswith("_"):
+        elif name not in defaults and name not in READ_FIELDS | INERT_FIELDS and not name.startswith("_"):
             raise ConfigError(f"config field {name!r} (value {value!r}) is not known for {model_type}")
     _check_rope_type(given.get("rope_parameters") or given.get("rope_scaling") or {})
     known = {name: value for name, value in given.items() if name not in FIXED_FIELDS and name != "model_type"}
     try:
         completed: dict[str, Any] = AutoConfig.for_model(model_type, **known).to_dict()
         return completed
-    except (TypeError, ValueError, KeyError, ZeroDivisionError) as error:
+    except (TypeError, ValueError, KeyError, AttributeError, ArithmeticError) as error:
         raise ConfigError(f"{model_type} config is not valid: {' '.join(str(error).split())}") from error
     except Exception as error:
         if type(error).__module__.startswith("huggingface_hub"):  # its strict dataclasses raise types of their own
@@ -345,6 +355,8 @@ def _complete(given: dict[str, Any], model_type: str) -> dict[str, Any]:
 
 def _check_rope_type(parameters: Mapping[str, Any]) -> None:
     """Before transformers sees them: it only logs some types that it does not know."""
+    if not isinstance(parameters, Mapping):
+        raise ConfigError(f"the rope settings are {parameters!r}: they must be an object with a rope_type")
     rope_type = parameters.get("rope_type", parameters.get("type", "default"))
     if rope_type not in ROPE_TYPES:
         raise ConfigError(f"rope type {rope_type!r} is not supported: choose from {', '.join(ROPE_TYPES)}")
@@ -372,3 +384,9 @@ def _check_positive(prefix: str = "", **values: float | None) -> None:
     for name, value in values.items():
         if value is not None and not (isinstance(value, (int, float)) and value > 0):
             raise ConfigError(f"{prefix}{name} is {value!r}: it must be a positive number")
+
+
+def _check_counts(**values: int) -> None:
+    for name, value in values.items():
+        if not isinstance(value, int) or isinstance(value, bool) or not 0 < value < LARGEST_COUNT:
+            raise ConfigError(f"{name} is {value!r}: it must be a positive integer below 2^31")

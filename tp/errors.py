@@ -55,3 +55,8 @@ class NumericalError(TensorParallelError, ArithmeticError):
     """A loss or logits that are not finite: the run ends before they spread."""
 
     exit_code = 8
+
+
+def first_line(error: BaseException) -> str:
+    """What another library's error says, in one line, for a message of ours; its type where it says nothing."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]

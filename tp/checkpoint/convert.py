@@ -1,4 +1,4 @@
-"""Any readable checkpoint to a Hub directory: re-typed and re-sharded, a few MiB in memory at a time, no model made."""
+"""Any readable checkpoint to a Hub directory: re-typed and re-sharded, a few MiB in memory at a time."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ import torch
 from tp.checkpoint.loader import Checkpoint
 from tp.checkpoint.new_directory import new_directory
 from tp.checkpoint.safetensors_file import SafetensorsFile, TensorEntry
-from tp.checkpoint.tensor_source import Window, chunks
+from tp.checkpoint.tensor_source import chunks, num_columns, window_of
 from tp.checkpoint.writer import DEFAULT_SHARD_BYTES, deal_out, write_settings
+from tp.dtypes import dtype_name
 from tp.models.causal_lm import CausalLM
 
 if TYPE_CHECKING:
@@ -47,19 +48,13 @@ def convert_checkpoint(
         for name, members in files.items():
             file = SafetensorsFile(partial / name, members)
             for entry in members:
-                for rows in _row_chunks(entry):
+                for rows in chunks(range(entry.shape[0]), num_columns(entry.shape) * dtype.itemsize):
                     piece = torch.empty((len(rows), *entry.shape[1:]), dtype=dtype)
                     checkpoint.source.read_into(entry.name, 0, rows.start, len(rows), piece)
-                    columns = range(entry.shape[1] if len(entry.shape) == 2 else 1)
-                    file.write(entry.name, Window(rows, columns), piece)
+                    file.write(entry.name, window_of(entry.shape, 0, rows.start, len(rows)), piece)
                     written += piece.nbytes
                     if progress is not None:
                         progress(written, total)
             file.finish()
-        config = checkpoint.config.to_hf() | {"dtype": str(dtype).removeprefix("torch.")}
+        config = checkpoint.config.to_hf() | {"dtype": dtype_name(dtype)}
         write_settings(partial, config, checkpoint.generation_eos_token_ids, files, tokenizer)
-
-
-def _row_chunks(entry: TensorEntry) -> list[range]:
-    num_columns = entry.shape[1] if len(entry.shape) == 2 else 1
-    return list(chunks(range(entry.shape[0]), num_columns * entry.dtype.itemsize))

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from tp.errors import CheckpointError
+from tp.parallel.partition import ceil_div
 
 MAGIC = b"GGUF"
 VERSIONS = (2, 3)
@@ -69,7 +70,7 @@ class GgufHeader:
                 return _Parser(path, data).header()
         except OSError as error:
             raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
-        except (struct.error, UnicodeDecodeError, ValueError, KeyError, OverflowError, MemoryError) as error:
+        except (struct.error, ValueError, TypeError, KeyError, OverflowError, MemoryError) as error:
             raise CheckpointError(f"{path} is a damaged or truncated GGUF file: {error}") from error
 
 
@@ -100,7 +101,7 @@ class _Parser:
         alignment = int(metadata.get("general.alignment", 32))
         if alignment < 1:
             raise ValueError(f"alignment is {alignment}")
-        origin = -(-self.position // alignment) * alignment
+        origin = ceil_div(self.position, alignment) * alignment
         tensors = {name: GgufTensor(shape, kind, origin + start) for name, (shape, kind, start) in infos.items()}
         return GgufHeader(self.path, metadata, tensors)
 

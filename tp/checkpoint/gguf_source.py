@@ -14,8 +14,9 @@ from tp.checkpoint.file_reader import FileReader, read_plain
 from tp.checkpoint.gguf_header import GgufHeader, GgufTensor
 from tp.checkpoint.gguf_names import hub_name
 from tp.checkpoint.gguf_rope import ROPE_FACTORS
-from tp.checkpoint.tensor_source import StoredTensor, Window, as_matrix, chunks, window_of
+from tp.checkpoint.tensor_source import StoredTensor, Window, as_matrix, chunks, num_columns, window_of
 from tp.errors import CheckpointError
+from tp.parallel.partition import ceil_div
 
 _PLAIN = {
     gguf.GGMLQuantizationType.F64: torch.float64,
@@ -75,13 +76,13 @@ class GgufSource:
         stored, blocks = self.tensors[name], self._blocks[name]
         assert stored.torch_dtype is not None, f"{name} is {stored.dtype}"
         window = window_of(stored.shape, dim, start, length)
-        num_columns = stored.shape[1] if len(stored.shape) == 2 else 1
+        columns = num_columns(stored.shape)
         if blocks.kind in _PLAIN and not blocks.num_heads:
-            return read_plain(self._file, blocks.offset, num_columns, _PLAIN[blocks.kind], window, out)
+            return read_plain(self._file, blocks.offset, columns, _PLAIN[blocks.kind], window, out)
         if out.numel() == 0:
             return 0
         head_dim = stored.shape[0] // blocks.num_heads if blocks.num_heads else 1
-        return self._decode(blocks, num_columns, head_dim, window, as_matrix(out))
+        return self._decode(blocks, columns, head_dim, window, as_matrix(out))
 
     def close(self) -> None:
         self._file.close()
@@ -108,16 +109,16 @@ class GgufSource:
         self.tensors[name] = StoredTensor(tensor.shape, kind.name, _decoded_dtype(kind, block_bytes))
         self._blocks[name] = _Blocks(tensor.offset, kind, block_size, block_bytes, heads)
 
-    def _decode(self, blocks: _Blocks, num_columns: int, head_dim: int, window: Window, target: Tensor) -> int:
+    def _decode(self, blocks: _Blocks, columns: int, head_dim: int, window: Window, target: Tensor) -> int:
         """Decodes the blocks and whole heads that cover a window, some rows at a time, and copies what lies inside."""
         first_block = window.columns.start // blocks.block_size
-        num_blocks = -(-window.columns.stop // blocks.block_size) - first_block
+        num_blocks = ceil_div(window.columns.stop, blocks.block_size) - first_block
         run_bytes = num_blocks * blocks.block_bytes
-        row_bytes = num_columns // blocks.block_size * blocks.block_bytes
+        row_bytes = columns // blocks.block_size * blocks.block_bytes
         skipped = window.columns.start - first_block * blocks.block_size
         covering = range(
             window.rows.start // head_dim * head_dim,
-            -(-window.rows.stop // head_dim) * head_dim,
+            ceil_div(window.rows.stop, head_dim) * head_dim,
         )
         for rows in chunks(covering, num_blocks * blocks.block_size * 4, multiple=head_dim):
             packed = np.empty((len(rows), run_bytes), dtype=np.uint8)

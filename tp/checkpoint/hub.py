@@ -10,7 +10,7 @@ from pathlib import Path
 from tp.checkpoint.directory import INDEX, SINGLE_FILE, files_named, read_json
 from tp.checkpoint.hosts import ranks_on_this_host
 from tp.checkpoint.together import work_together
-from tp.errors import CheckpointError
+from tp.errors import CheckpointError, first_line
 from tp.parallel.group import TensorParallelGroup
 
 SETTINGS_FILES = ("*.json", "tokenizer*", "*.model", "*.jinja", "merges.txt", "vocab.txt")
@@ -76,8 +76,4 @@ def _snapshot(name: str, patterns: Sequence[str], *, offline: bool) -> Path:
             "give a local directory"
         ) from error
     except (HfHubHTTPError, OSError) as error:
-        raise CheckpointError(f"{name!r} cannot be fetched from the Hub: {_first_line(error)}") from error
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise CheckpointError(f"{name!r} cannot be fetched from the Hub: {first_line(error)}") from error

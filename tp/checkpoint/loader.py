@@ -18,6 +18,7 @@ from tp.checkpoint.tensor_source import TensorSource, chunks
 from tp.checkpoint.together import work_together
 from tp.checkpoint.tokenizer import tokenizer_of_directory, tokenizer_of_gguf
 from tp.config import ModelConfig
+from tp.dtypes import DTYPES
 from tp.errors import CheckpointError
 from tp.layers.parameter import NamedParameter, named_parts
 from tp.parallel.group import TensorParallelGroup
@@ -30,12 +31,6 @@ Progress = Callable[[int, int], None]
 
 EMBEDDING, LM_HEAD = "model.embed_tokens.weight", "lm_head.weight"
 _RECOMPUTED_SUFFIX = ".rotary_emb.inv_freq"  # buffers that old checkpoints keep; they follow from the configuration
-_DTYPES = {
-    "float32": torch.float32,
-    "float64": torch.float64,
-    "float16": torch.float16,
-    "bfloat16": torch.bfloat16,
-}
 
 
 @dataclass(frozen=True)
@@ -59,15 +54,14 @@ class Checkpoint:
         config: the model that it holds.
         default_dtype: what `auto` means: the directory's own dtype; bfloat16 for GGUF.
         generation_eos_token_ids: ids that end a sequence: generation_config.json's, else the configuration's.
-        description: one line about it, for people.
         source: the tensors.
         path: the directory or file.
+        group: the ranks that opened it.
     """
 
     config: ModelConfig
     default_dtype: torch.dtype
     generation_eos_token_ids: tuple[int, ...]
-    description: str
     source: TensorSource
     path: Path
     group: TensorParallelGroup
@@ -184,7 +178,6 @@ def _open_directory(path: Path, group: TensorParallelGroup) -> Checkpoint:
         config=config,
         default_dtype=dtype,
         generation_eos_token_ids=config.eos_token_ids if eos_token_ids is None else eos_token_ids,
-        description=f"{config.architecture} in {path}",
         source=source,
         path=path,
         group=group,
@@ -206,7 +199,6 @@ def _open_file(path: Path, group: TensorParallelGroup) -> Checkpoint:
         config=config,
         default_dtype=torch.bfloat16,
         generation_eos_token_ids=config.eos_token_ids,
-        description=f"{config.architecture} in {path} (GGUF)",
         source=GgufSource(header, config.num_attention_heads, config.num_kv_heads),
         path=path,
         group=group,
@@ -214,9 +206,9 @@ def _open_file(path: Path, group: TensorParallelGroup) -> Checkpoint:
 
 
 def _dtype_named(name: str, path: Path) -> torch.dtype:
-    if name not in _DTYPES:
-        raise CheckpointError(f"{path}: config.json names dtype {name!r}: choose from {', '.join(_DTYPES)}")
-    return _DTYPES[name]
+    if name not in DTYPES:
+        raise CheckpointError(f"{path}: config.json names dtype {name!r}: choose from {', '.join(DTYPES)}")
+    return DTYPES[name]
 
 
 def _commonest_dtype(source: TensorSource) -> torch.dtype:

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from tp.checkpoint.together import work_together
 from tp.errors import CheckpointError
 from tp.parallel.group import TensorParallelGroup
 
@@ -29,7 +30,7 @@ def new_directory(target: Path, group: TensorParallelGroup, num_bytes: int) -> I
     partial = group.agree(lambda: _begin(target, num_bytes) if writes else target)
     try:
         yield partial
-        group.agree(lambda: _finish(partial, target) if writes else None)
+        work_together(group, lambda: _finish(partial, target) if writes else None)  # a slow disk may take minutes
     except BaseException:
         if writes:
             shutil.rmtree(partial, ignore_errors=True)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from tp.checkpoint.file_reader import bytes_of
 from tp.checkpoint.safetensors_source import TORCH_DTYPES
-from tp.checkpoint.tensor_source import Window
+from tp.checkpoint.tensor_source import Window, num_columns
 from tp.errors import CheckpointError
 
 _NAMES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
@@ -60,8 +60,7 @@ class SafetensorsFile:
         if self._error is not None:
             return
         entry = self._entries[name]
-        num_columns = entry.shape[1] if len(entry.shape) == 2 else 1
-        stride, run = num_columns * entry.dtype.itemsize, len(window.columns) * entry.dtype.itemsize
+        stride, run = num_columns(entry.shape) * entry.dtype.itemsize, len(window.columns) * entry.dtype.itemsize
         origin = self._offsets[name] + window.rows.start * stride + window.columns.start * entry.dtype.itemsize
         data = bytes_of(values.cpu().contiguous())
         runs = [data] if run == stride else [data[start : start + run] for start in range(0, len(data), run)]

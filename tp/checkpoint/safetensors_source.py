@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from tp.checkpoint.file_reader import FileReader, read_plain
-from tp.checkpoint.tensor_source import StoredTensor, window_of
+from tp.checkpoint.tensor_source import StoredTensor, num_columns, window_of
 from tp.errors import CheckpointError
 
 TORCH_DTYPES: Mapping[str, torch.dtype] = {
@@ -55,9 +55,9 @@ class SafetensorsSource:
     def read_into(self, name: str, dim: int, start: int, length: int, out: Tensor) -> int:
         tensor, location = self.tensors[name], self._locations[name]
         assert tensor.torch_dtype is not None, f"{name} is {tensor.dtype}"
-        num_columns = tensor.shape[1] if len(tensor.shape) == 2 else 1
+        columns = num_columns(tensor.shape)
         window = window_of(tensor.shape, dim, start, length)
-        return read_plain(location.file, location.offset, num_columns, tensor.torch_dtype, window, out)
+        return read_plain(location.file, location.offset, columns, tensor.torch_dtype, window, out)
 
     def file_of(self, name: str) -> str:
         """Name of the file that holds a tensor."""
@@ -85,7 +85,7 @@ def _read_header(file: FileReader) -> dict[str, tuple[StoredTensor, int]]:
         header = json.loads(_read_bytes(file, 8, length))
         entries = {name: entry for name, entry in header.items() if name != "__metadata__"}
         return {name: _describe(file.path, name, entry, 8 + length, size) for name, entry in entries.items()}
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointError(f"{file.path} has a damaged safetensors header: {error}") from error
 
 

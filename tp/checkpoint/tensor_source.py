@@ -80,9 +80,13 @@ class Window:
 
 def window_of(shape: Sequence[int], dim: int, start: int, length: int) -> Window:
     """The rectangle that is [start, start + length) along `dim` of a tensor of one or two dimensions."""
-    rows, columns = (*shape, 1)[:2]
     cut = range(start, start + length)
-    return Window(cut, range(columns)) if dim == 0 else Window(range(rows), cut)
+    return Window(cut, range(num_columns(shape))) if dim == 0 else Window(range(shape[0]), cut)
+
+
+def num_columns(shape: Sequence[int]) -> int:
+    """Columns of a tensor of one or two dimensions, seen as a matrix."""
+    return shape[1] if len(shape) == 2 else 1
 
 
 def as_matrix(tensor: Tensor) -> Tensor:

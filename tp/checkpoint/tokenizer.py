@@ -6,7 +6,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tp.errors import CheckpointError
+from tp.errors import CheckpointError, first_line
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -59,5 +59,4 @@ def tokenizer_of_gguf(path: Path) -> PreTrainedTokenizerBase:
 
 
 def _unusable(path: Path, error: Exception) -> CheckpointError:
-    reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-    return CheckpointError(f"{path} has no tokenizer that can be used: {reason}")
+    return CheckpointError(f"{path} has no tokenizer that can be used: {first_line(error)}")

@@ -13,6 +13,7 @@ from tp.checkpoint.directory import CONFIG, GENERATION_CONFIG, INDEX, SINGLE_FIL
 from tp.checkpoint.new_directory import new_directory
 from tp.checkpoint.safetensors_file import TensorEntry
 from tp.checkpoint.tensor_writer import HeldTensors, whole_tensors, write_tensors
+from tp.dtypes import dtype_name
 from tp.errors import CheckpointError
 from tp.layers.parameter import named_parts
 from tp.models.causal_lm import CausalLM
@@ -77,7 +78,7 @@ def write_model(
     for file, entries in files.items():
         write_tensors(directory / file, [by_name[entry.name] for entry in entries], held)
     eos = model.config.eos_token_ids if eos_token_ids is None else eos_token_ids
-    config = model.config.to_hf() | {"dtype": str(model.dtype).removeprefix("torch.")}
+    config = model.config.to_hf() | {"dtype": dtype_name(model.dtype)}
     writes = model.group.rank == 0
     model.group.agree(lambda: write_settings(directory, config, eos, files, tokenizer) if writes else None)
 

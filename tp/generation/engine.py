@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
 
 import torch
 
@@ -16,11 +15,9 @@ from tp.generation.results import GeneratedSequence, GenerationResult, Timings, 
 from tp.generation.sampler import Candidates, Sampler
 from tp.generation.scheduler import Piece, Scheduler, SequenceState, step_of
 from tp.generation.sequence_text import SequenceText
+from tp.generation.text_model import TextModel
 from tp.layers.embedding import ShardedLogits
 from tp.layers.kv_cache import KVCache
-
-if TYPE_CHECKING:
-    from tp.generation.language_model import LanguageModel
 
 OnToken = Callable[[TokenEvent], object]
 """Called on rank 0 with each new token; returning True ends that sequence, which is then "cancelled"."""
@@ -41,7 +38,7 @@ class GenerationSession:
         finished: there is nothing left to do, for whatever reason.
     """
 
-    def __init__(self, model: LanguageModel, request: Request, began: float, on_token: OnToken | None = None) -> None:
+    def __init__(self, model: TextModel, request: Request, began: float, on_token: OnToken | None = None) -> None:
         options = request.options
         self._model = model
         self._group = model.group
@@ -115,7 +112,7 @@ class GenerationSession:
         step = step_of(pieces, self._group.device)
         rows = [row for row, piece in enumerate(pieces) if piece.gives_token]
         if not rows:
-            self._model.hidden_states(step, self._cache)
+            self._model.residual_stream(step, self._cache)
             return None
         logits = self._model.next_token_logits(step, self._cache)
         if len(rows) == len(pieces):

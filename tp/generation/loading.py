@@ -8,11 +8,10 @@ from contextlib import closing
 import torch
 
 from tp.checkpoint import check_fits, open_checkpoint, weight_bytes
+from tp.dtypes import DTYPES
 from tp.errors import ConfigError
 from tp.generation.language_model import LanguageModel
 from tp.parallel.group import TensorParallelGroup
-
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
 
 
 def load(

@@ -5,17 +5,13 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 from tp.checkpoint.free_memory import free_memory
 from tp.checkpoint.memory import check_fits
-from tp.config import ModelConfig
 from tp.errors import RankFailedError, RequestError, TensorParallelError
 from tp.generation.cache_plan import plan_cache, tokens_that_fit
 from tp.generation.options import GenerationOptions
-
-if TYPE_CHECKING:
-    from tp.generation.language_model import LanguageModel
+from tp.generation.text_model import TextModel
 
 Prompt = str | Sequence[int]
 """Text, encoded as the model's tokenizer encodes plain text, or token ids."""
@@ -41,7 +37,7 @@ class Request:
     capacity: int
 
 
-def share_request(model: LanguageModel, make: Callable[[], Request]) -> Request:
+def share_request(model: TextModel, make: Callable[[], Request]) -> Request:
     """Rank 0's request on every rank, with a cache that fits on every rank.
 
     Args:
@@ -77,21 +73,7 @@ def share_request(model: LanguageModel, make: Callable[[], Request]) -> Request:
     return replace(request, num_slots=num_slots, capacity=capacity)
 
 
-def context_limit(config: ModelConfig, max_context: int | None = None) -> int:
-    """Most tokens of a sequence: `max_context` where it is given, else what the model was made for.
-
-    Raises:
-        RequestError: `max_context` is not positive, or above what the model was made for.
-    """
-    longest = config.longest_context
-    if max_context is None:
-        return longest
-    if not 1 <= max_context <= longest:
-        raise RequestError(f"max_context is {max_context}: this model takes 1 to {longest} tokens")
-    return max_context
-
-
-def encode_prompts(model: LanguageModel, prompts: Sequence[Prompt] | None) -> tuple[tuple[int, ...], ...]:
+def encode_prompts(model: TextModel, prompts: Sequence[Prompt] | None) -> tuple[tuple[int, ...], ...]:
     """Token ids of each prompt, checked against the vocabulary. On rank 0 only: it needs the tokenizer.
 
     Raises:
@@ -102,7 +84,7 @@ def encode_prompts(model: LanguageModel, prompts: Sequence[Prompt] | None) -> tu
     return tuple(_encode(model, index, prompt) for index, prompt in enumerate(prompts))
 
 
-def _encode(model: LanguageModel, index: int, prompt: Prompt) -> tuple[int, ...]:
+def _encode(model: TextModel, index: int, prompt: Prompt) -> tuple[int, ...]:
     if len(prompt) == 0:
         raise RequestError(f"prompt {index} is empty: it must have at least one token")
     given = model.require_tokenizer().encode(prompt) if isinstance(prompt, str) else prompt
@@ -117,7 +99,7 @@ def _encode(model: LanguageModel, index: int, prompt: Prompt) -> tuple[int, ...]
     return ids
 
 
-def generation_request(model: LanguageModel, prompts: Sequence[Prompt] | None, options: GenerationOptions) -> Request:
+def generation_request(model: TextModel, prompts: Sequence[Prompt] | None, options: GenerationOptions) -> Request:
     """What `LanguageModel.generate` was asked for, checked. On rank 0 only.
 
     Raises:

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 FinishReason = Literal["stop", "length", "cancelled"]
-"""stop: an end-of-sequence id or a stop string; length: max_new_tokens or the context is reached."""
+"""stop: an end-of-sequence id or a stop string; length: max_new_tokens or the context is reached;
+cancelled: rank 0 wanted no more of it."""
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from tp.errors import TensorParallelError
+from tp.errors import NumericalError
 from tp.generation.draws import uniform
 from tp.generation.options import GenerationOptions
 from tp.generation.processors import (
@@ -79,7 +79,7 @@ class Sampler:
         """(token id, log-probability in the model's own distribution) for each row; no collective.
 
         Raises:
-            TensorParallelError: the logits are not finite.
+            NumericalError: the logits are not finite.
         """
         sampling = self._sampling
         if sampling.greedy:
@@ -96,7 +96,7 @@ class Sampler:
         logprobs = (candidates.raw.gather(-1, columns).squeeze(-1) - candidates.log_normaliser).tolist()
         for state, logprob in zip(states, logprobs, strict=True):
             if not math.isfinite(logprob):
-                raise TensorParallelError(
+                raise NumericalError(
                     f"the logits of sequence {state.index} at new token {len(state.new_ids)} are not finite: "
                     "try dtype float32 or bfloat16, or check the weights"
                 )

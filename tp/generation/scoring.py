@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -13,12 +12,10 @@ from tp.errors import RequestError
 from tp.generation.options import GenerationOptions
 from tp.generation.processors import LOWEST
 from tp.generation.request import Prompt, Request, encode_prompts, share_request
+from tp.generation.text_model import TextModel
 from tp.layers.embedding import ShardedLogits
 from tp.layers.kv_cache import KVCache
 from tp.layers.step import SequenceSlice, Step
-
-if TYPE_CHECKING:
-    from tp.generation.language_model import LanguageModel
 
 ROWS = 64
 """Positions whose logits exist at once: float32 [64, ⌈V/t⌉]."""
@@ -43,7 +40,7 @@ class Score:
 
 
 @torch.no_grad()
-def score(model: LanguageModel, text: Prompt | None) -> Score:
+def score(model: TextModel, text: Prompt | None) -> Score:
     """The log-probability of each token given those before it. Every rank calls it and gets the same.
 
     The text runs through the model in chunks, through the LM head `ROWS` positions at a time, and each rank's
@@ -64,11 +61,11 @@ def score(model: LanguageModel, text: Prompt | None) -> Score:
     for start in range(0, len(ids) - 1, chunk):
         inputs = ids[start : start + chunk][: len(ids) - 1 - start]
         piece = SequenceSlice(len(inputs), start, slot=0, total=len(ids))
-        stream = model.hidden_states(Step(inputs, (piece,)), cache)
+        stream = model.residual_stream(Step(inputs, (piece,)), cache)
         targets = ids[start + 1 : start + 1 + len(inputs)]
         stream.settle()
         for rows in torch.arange(len(inputs), device=ids.device).split(ROWS):
-            logits = model.lm_head(stream.take(rows).read(model.model.norm))
+            logits = model.logits_of(stream.take(rows))
             logprobs += token_logprobs(logits, targets[rows]).tolist()
     return Score(request.prompts[0], tuple(logprobs))
 
@@ -99,7 +96,7 @@ def token_logprobs(logits: ShardedLogits, targets: Tensor) -> Tensor:
     return rank_target.sum(0) - total_max - total_sum.log()
 
 
-def _scoring_request(model: LanguageModel, text: Prompt | None) -> Request:
+def _scoring_request(model: TextModel, text: Prompt | None) -> Request:
     (ids,) = encode_prompts(model, None if text is None else [text])
     if not 2 <= len(ids) <= model.context:
         raise RequestError(f"the text has {len(ids)} tokens: scoring takes 2 to {model.context}, the model's context")

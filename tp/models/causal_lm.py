@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -68,7 +69,7 @@ class CausalLM(nn.Module):
         Args:
             input_ids: [B, S] int64, equal on all ranks.
             attention_mask: [B, S], non-zero where real; padding on the left or right of a row.
-            return_sharded_logits: leave the vocabulary split over the ranks.
+            return_sharded_logits: leave the vocabulary split over the ranks, as `sharded_logits` does.
 
         Returns:
             [B, S, V] in the model's dtype on every rank, or `ShardedLogits` of it; 0 at padded positions.
@@ -76,24 +77,29 @@ class CausalLM(nn.Module):
         Raises:
             RequestError: wrong shapes, ids outside the vocabulary, or padding in the middle of a row.
         """
-        mask = self._check_input(input_ids, attention_mask)
-        step = Step.from_padded(input_ids, mask)
-        logits = self.lm_head(self.model.final_norm(self.model(step)))
-        padded = logits.local.new_zeros((*input_ids.shape, logits.local.shape[-1]))
-        padded = padded.index_put((mask,), logits.local)
-        sharded = ShardedLogits(padded, self.group, self.config.vocab_size)
+        sharded = self.sharded_logits(input_ids, attention_mask)
         return sharded if return_sharded_logits else sharded.whole()
+
+    def sharded_logits(self, input_ids: Tensor, attention_mask: Tensor | None = None) -> ShardedLogits:
+        """As `forward`, but the vocabulary stays split over the ranks."""
+        mask = self._check_input(input_ids, attention_mask)
+        logits = self.logits_of(self.residual_stream(Step.from_padded(input_ids, mask)))
+        padded = logits.local.new_zeros((*input_ids.shape, logits.local.shape[-1]))
+        return replace(logits, local=padded.index_put((mask,), logits.local))
 
     def next_token_logits(self, step: Step, cache: KVCache) -> ShardedLogits:
         """Runs a step and returns [B, V]: the logits at the last token of each of its sequences, and no others."""
-        stream = self.model(step, cache).take(step.last_rows())
-        logits: ShardedLogits = self.lm_head(self.model.final_norm(stream))
-        return logits
+        return self.logits_of(self.residual_stream(step, cache).take(step.last_rows()))
 
-    def hidden_states(self, step: Step, cache: KVCache | None = None) -> ResidualStream:
+    def residual_stream(self, step: Step, cache: KVCache | None = None) -> ResidualStream:
         """Runs a step and returns the stream after the last layer, no logits computed."""
         stream: ResidualStream = self.model(step, cache)
         return stream
+
+    def logits_of(self, stream: ResidualStream) -> ShardedLogits:
+        """[N, V] of the stream's N rows: final norm, then LM head."""
+        logits: ShardedLogits = self.lm_head(self.model.final_norm(stream))
+        return logits
 
     def _check_input(self, input_ids: Tensor, attention_mask: Tensor | None) -> Tensor:
         if input_ids.dim() != 2 or input_ids.numel() == 0:

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from tp.layers.parameter import NamedParameter, named_parts
-from tp.parallel.partition import Part
+from tp.parallel.partition import Part, ceil_div
 
 ROWS_PER_DRAW = 64
 """Rows of a Hub tensor that one generator draws: the unit in which a shard can be drawn alone."""
@@ -37,7 +37,7 @@ def _draw_part(parameter: NamedParameter, part: Part, seed: int, std: float) -> 
     else:
         rows, columns = range(target.shape[0]), slice(part.global_start, part.global_start + part.length)
         num_columns = part.global_length
-    for block in range(rows.start // ROWS_PER_DRAW, -(-rows.stop // ROWS_PER_DRAW)):
+    for block in range(rows.start // ROWS_PER_DRAW, ceil_div(rows.stop, ROWS_PER_DRAW)):
         drawn = _draw_block(f"{seed}/{part.name}/{block}", num_columns) * std
         first = max(rows.start, block * ROWS_PER_DRAW)
         last = min(rows.stop, (block + 1) * ROWS_PER_DRAW)

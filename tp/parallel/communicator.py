@@ -22,6 +22,8 @@ from tp.parallel.partition import chunk_ranges
 
 ONE_SHOT_BYTES = 64 * 1024
 """Up to this size an all-reduce exchanges whole addends (one step); above, chunks (two steps)."""
+MOST_CUDA_EVENTS = 4096
+"""Pairs of events that wait to be summed up; the older half of so many has long ended."""
 
 
 @dataclass
@@ -33,26 +35,38 @@ class CommunicationStatistics:
         bytes: bytes of the tensors that this rank handed in (all_reduce, reduce_scatter, broadcast) or
             got back (all_gather).
         seconds: time inside collectives on this rank, waiting for peers included. On CUDA it is the time
-            between events around the collective on its stream.
+            between events around the collective on its stream. Asking for it waits for the collectives begun so far.
     """
 
     calls: int = 0
     bytes: int = 0
-    host_seconds: float = 0.0
-    cuda_events: list[tuple[torch.cuda.Event, torch.cuda.Event]] = field(default_factory=list)
+    _seconds: float = 0.0
+    _cuda_events: list[tuple[torch.cuda.Event, torch.cuda.Event]] = field(default_factory=list)
 
     @property
     def seconds(self) -> float:
-        for start, end in self.cuda_events:
-            end.synchronize()
-            self.host_seconds += start.elapsed_time(end) / 1e3
-        self.cuda_events.clear()
-        return self.host_seconds
+        self._sum_up(len(self._cuda_events))
+        return self._seconds
+
+    def add_seconds(self, seconds: float) -> None:
+        self._seconds += seconds
+
+    def add_cuda_events(self, start: torch.cuda.Event, end: torch.cuda.Event) -> None:
+        """Adds the time between two events, once they have happened."""
+        self._cuda_events.append((start, end))
+        if len(self._cuda_events) == MOST_CUDA_EVENTS:
+            self._sum_up(MOST_CUDA_EVENTS // 2)
 
     def reset(self) -> None:
         self.calls = self.bytes = 0
-        self.host_seconds = 0.0
-        self.cuda_events.clear()
+        self._seconds = 0.0
+        self._cuda_events.clear()
+
+    def _sum_up(self, count: int) -> None:
+        for start, end in self._cuda_events[:count]:
+            end.synchronize()
+            self._seconds += start.elapsed_time(end) / 1e3
+        del self._cuda_events[:count]
 
 
 class Communicator(ABC):
@@ -75,7 +89,7 @@ class Communicator(ABC):
             sizes: rows of every rank; may be uneven and contain zeros.
         """
         self._check_rows(tensor.shape[0], sizes[self.rank], "all_gather")
-        nbytes = sum(sizes) * tensor[:1].numel() * tensor.element_size() if tensor.shape[0] else 0
+        nbytes = sum(sizes) * tensor.shape[1:].numel() * tensor.element_size()
         return self._timed(nbytes, tensor.device, lambda: self._all_gather(tensor, sizes))
 
     def reduce_scatter(self, tensor: Tensor, sizes: Sequence[int]) -> Tensor:
@@ -115,11 +129,11 @@ class Communicator(ABC):
             start.record()
             result = collective()
             end.record()
-            self.statistics.cuda_events.append((start, end))
+            self.statistics.add_cuda_events(start, end)
             return result
         began = time.perf_counter()
         result = collective()
-        self.statistics.host_seconds += time.perf_counter() - began
+        self.statistics.add_seconds(time.perf_counter() - began)
         return result
 
 

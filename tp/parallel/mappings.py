@@ -8,6 +8,7 @@
 | reduce_scatter_to_sequence_parallel_region | reduce-scatter of rows | all-gather |
 | split_to_region | this rank's rows | all-gather |
 | gather_from_region | all-gather of rows | this rank's rows |
+| gather_last_dim_from_region | all-gather of columns | this rank's columns |
 | gathered_linear | all-gather of rows, then x Wᵀ + b | dy W, then reduce-scatter |
 
 The two all-gathers differ in who reads the result: a column-parallel linear leaves a partial gradient on every

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from tp.kernels.statistics import statistics_dtype
 from tp.layers.parameter import named_parts
 from tp.parallel.group import TensorParallelGroup
 
@@ -23,7 +24,8 @@ def grad_norm(model: nn.Module, group: TensorParallelGroup) -> Tensor:
         for part in parameter.parts:
             if part.sharers[0] == group.rank:
                 gradient = parameter.tensor.grad.narrow(part.dim, part.local_start, part.length)
-                total += torch.linalg.vector_norm(gradient, dtype=_norm_dtype(gradient)).double().square()
+                norm = torch.linalg.vector_norm(gradient, dtype=statistics_dtype(gradient.dtype))
+                total += norm.double().square()
     return group.communicator.all_reduce(total).sqrt()
 
 
@@ -36,7 +38,3 @@ def clip_grad_norm_(model: nn.Module, max_norm: float, group: TensorParallelGrou
             if parameter.tensor.grad is not None:
                 parameter.tensor.grad.mul_((max_norm / norm).to(parameter.tensor.grad.dtype))
     return norm
-
-
-def _norm_dtype(gradient: Tensor) -> torch.dtype:
-    return torch.float64 if gradient.dtype == torch.float64 else torch.float32

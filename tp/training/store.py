@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -53,6 +54,12 @@ class CheckpointStore:
         names = [path.name.removeprefix(PREFIX) for path in self.directory.glob(f"{PREFIX}*") if path.is_dir()]
         return sorted(int(name) for name in names if name.isdigit())
 
+    def clear_leftovers(self) -> None:
+        """Removes what interrupted saves left. For one process, while no other saves."""
+        for pattern in (f".{PREFIX}*.partial-*", ".dropped-*"):
+            for path in self.directory.glob(pattern):
+                shutil.rmtree(path, ignore_errors=True)
+
     @torch.no_grad()
     def save(
         self,
@@ -91,9 +98,8 @@ class CheckpointStore:
             CheckpointError: it is damaged or of another model; on all ranks of the group.
         """
         path = self.path_of(step)
-        checkpoint = open_checkpoint(path, model.group)
-        checkpoint.load_into(model)
-        checkpoint.close()
+        with closing(open_checkpoint(path, model.group)) as checkpoint:
+            checkpoint.load_into(model)
         model.group.agree(lambda: _load_optimizer(path / STATE / OPTIMIZER, model, optimizer))
         set_step_count(optimizer, step)
         return model.group.agree(lambda: read_run(path))
@@ -131,14 +137,14 @@ def _begin_state(directory: Path, run: dict[str, Any]) -> None:
 
 @torch.no_grad()
 def _load_optimizer(path: Path, model: CausalLM, optimizer: torch.optim.AdamW) -> None:
-    source = SafetensorsSource([path])
-    for moment in optimizer_state(model, optimizer):
-        moment.tensor.zero_()
-        for part in moment.parts:
-            stored = source.tensors.get(part.name)
-            own = list(moment.tensor.shape)
-            own[part.dim] = part.global_length
-            if stored is None or list(stored.shape) != own:
-                raise CheckpointError(f"{path}: {part.name} is {stored and list(stored.shape)}, the model needs {own}")
-            source.read_into(part.name, part.dim, part.global_start, part.length, moment.slice_of(part))
-    source.close()
+    with closing(SafetensorsSource([path])) as source:
+        for moment in optimizer_state(model, optimizer):
+            moment.tensor.zero_()
+            for part in moment.parts:
+                stored = source.tensors.get(part.name)
+                own = list(moment.tensor.shape)
+                own[part.dim] = part.global_length
+                if stored is None or list(stored.shape) != own:
+                    found = "absent" if stored is None else list(stored.shape)
+                    raise CheckpointError(f"{path}: {part.name} is {found}, the model needs {own}")
+                source.read_into(part.name, part.dim, part.global_start, part.length, moment.slice_of(part))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -84,7 +84,7 @@ class Trainer:
         schedule: when to evaluate and save.
         save: writes a checkpoint.
         on_metrics: sees every step and evaluation, on every rank.
-        stop_requested: asked after each step; True on any rank saves and ends the run.
+        stop_requested: asked after each step and evaluation batch; True on any rank saves and ends the run.
         dropout_seed: masks of step s come from dropout_seed + s.
     """
 
@@ -124,8 +124,8 @@ class Trainer:
             self._train(step)
             done = step + 1
             stopping = self._somebody_asked_to_stop()
-            if done == total or _is_due(done, self.schedule.evaluate_every):
-                self._evaluate(done)
+            if not stopping and (done == total or _is_due(done, self.schedule.evaluate_every)):
+                stopping = self._evaluate(done)
             if done == total or stopping or _is_due(done, self.schedule.save_every):
                 self.save(done)
             if stopping:
@@ -145,10 +145,23 @@ class Trainer:
         seconds = time.perf_counter() - began
         self.on_metrics(StepMetrics(step + 1, report.loss, report.grad_norm, rate, report.num_labels, seconds))
 
-    def _evaluate(self, done: int) -> None:
-        if self.evaluation is not None:
-            loss, count = self.learner.evaluate(self.evaluation)
+    def _evaluate(self, done: int) -> bool:
+        """Evaluates; True where a request to stop broke it off, which is then not reported."""
+        if self.evaluation is None:
+            return False
+        stopping = False
+
+        def until_stopped(batches: Iterable[TrainingBatch]) -> Iterator[TrainingBatch]:
+            nonlocal stopping
+            for batch in batches:
+                if stopping := self._somebody_asked_to_stop():
+                    return
+                yield batch
+
+        loss, count = self.learner.evaluate(until_stopped(self.evaluation))
+        if not stopping:
             self.on_metrics(EvaluationMetrics(done, loss, count))
+        return stopping
 
     def _somebody_asked_to_stop(self) -> bool:
         asked = torch.tensor(float(self.stop_requested()), device=self.world.device)
