@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -160,6 +164,22 @@ def _from_mesh(group):
 
 def test_groups_along_a_device_mesh_do_not_see_each_other(ranks):
     assert ranks(4).run(_from_mesh) == [(0, 2, 11.0), (1, 2, 11.0), (0, 2, 1100.0), (1, 2, 1100.0)]
+
+
+def test_a_device_mesh_that_makes_its_own_process_group(tmp_path):
+    """Such a group is made for several device types and names no single backend."""
+    script = tmp_path / "mesh.py"
+    script.write_text(
+        "import torch\nfrom torch.distributed.device_mesh import init_device_mesh\n"
+        "from tp.parallel import TensorParallelGroup\n"
+        "group = TensorParallelGroup.from_device_mesh(init_device_mesh('cpu', (1,), mesh_dim_names=('tp',)))\n"
+        "print(group.communicator.all_reduce(torch.ones(1)).item(), type(group.communicator).__name__)\n"
+        "torch.distributed.destroy_process_group()\n"
+    )
+    place = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+    environment = {**os.environ, **place, "PYTHONPATH": os.getcwd()}
+    out = subprocess.run([sys.executable, str(script)], env=environment, capture_output=True, text=True, timeout=60)
+    assert out.stdout == "1.0 OrderedCommunicator\n", out.stderr
 
 
 def test_a_group_of_one_needs_no_process_group(monkeypatch):
