@@ -73,7 +73,7 @@ class TensorParallelGroup:
         """
         if dist.get_rank(process_group) < 0:
             raise CommunicationError("this process is not a member of the process group that was given")
-        backend = dist.get_backend(process_group)
+        backend = str(dist.get_backend(process_group))
         if backend not in ("nccl", "gloo", "mpi", "ucc"):  # made for several device types: the device decides
             on_cuda = torch.device(device or "cuda").type == "cuda" and torch.cuda.is_available()
             backend = "nccl" if on_cuda else "gloo"
