@@ -8,10 +8,10 @@ import traceback
 from collections.abc import Sequence
 
 import tp
-from launch import demo, generate, info, run, score
+from launch import convert, demo, generate, info, run, score, train
 from launch.arguments import Parser
 from launch.rank_process import as_rank, is_rank, mute_unless_first
-from launch.terminal import Terminal
+from launch.terminal import Terminal, open_closed_streams
 from tp.errors import RankFailedError, TensorParallelError
 
 DESCRIPTION = "Runs a language model split over any number of ranks: the same text at every degree."
@@ -22,8 +22,8 @@ Every command works the same in two ways:
 
 exit status:
   0 done                      4 checkpoint missing or damaged    7 a rank failed
-  2 command or request        5 not enough memory or context     130 interrupted (128 + signal)
-  3 model configuration       6 ranks cannot communicate
+  2 command or request        5 not enough memory or context     8 a loss or logits not finite
+  3 model configuration       6 ranks cannot communicate         130 interrupted (128 + signal)
 """
 
 
@@ -32,7 +32,7 @@ def build_parser() -> Parser:
     parser = Parser(prog="tp-decoder", description=DESCRIPTION, epilog=EPILOG)
     parser.add_argument("--version", action="version", version=f"tp-decoder {tp.__version__}")
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
-    for module in (generate, score, run, info, demo):
+    for module in (generate, score, train, convert, run, info, demo):
         module.add_parser(commands)
     return parser
 
@@ -42,6 +42,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     A rank that fails does not come back here: see `launch.rank_process.as_rank`.
     """
+    open_closed_streams()
     argv = list(sys.argv[1:] if argv is None else argv)
     if is_rank():
         signal.signal(signal.SIGINT, signal.SIG_DFL)  # at once, also while waiting in a collective

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from tp.errors import CheckpointError, RequestError
+
+if TYPE_CHECKING:
+    from tp.layers.layout import LayoutRule
 
 
 class Parser(argparse.ArgumentParser):
@@ -56,7 +58,11 @@ def token_ids(text: str) -> list[int]:
 def add_model_options(parser: argparse.ArgumentParser) -> None:
     """What to run and in which numbers."""
     group = parser.add_argument_group("model")
-    group.add_argument("--model", required=True, help="a directory in the Hub's layout, a Hub id, or a .gguf file")
+    group.add_argument(
+        "--model",
+        help="a directory in the Hub's layout, a Hub id, or a .gguf file (default: SmolLM2-135M, fetched once; the "
+        "small embedded model where it cannot be)",
+    )
     group.add_argument(
         "--dtype",
         choices=["auto", "float32", "bfloat16", "float16"],
@@ -73,6 +79,24 @@ def add_rank_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto")
     group.add_argument("--backend", choices=["auto", "nccl", "gloo"], default="auto", help="auto: nccl on GPUs")
     add_rendezvous_options(group)
+
+
+def add_layout_option(parser: argparse.ArgumentParser | argparse._ArgumentGroup) -> None:
+    """How the residual stream lies over the ranks."""
+    parser.add_argument(
+        "--sequence-parallel",
+        choices=["auto", "on", "off"],
+        default="auto",
+        help="ranks divide the tokens between matmuls; auto: in training and long prompts (default)",
+    )
+
+
+def layout_rule(choice: str) -> LayoutRule:
+    """What `Decoder.choose_layout` is for a value of --sequence-parallel."""
+    from tp.layers.layout import Replicate, ShardTokens, automatic_layout
+
+    rules: dict[str, LayoutRule] = {"auto": automatic_layout, "on": ShardTokens, "off": Replicate}
+    return rules[choice]
 
 
 def add_rendezvous_options(group: argparse._ArgumentGroup) -> None:
@@ -124,11 +148,15 @@ def check_model(model: str, tp_size: int | None) -> None:
     if path.is_dir():
         if not (path / "config.json").is_file():
             raise CheckpointError(f"--model {model} is not a checkpoint: the directory has no config.json")
-        _check_config(path / "config.json", tp_size)
+        check_config(path / "config.json", tp_size)
 
 
-def _check_config(path: Path, tp_size: int | None) -> None:
-    """Looks at two fields; the whole check, which takes seconds to import, only to say what is wrong with them."""
+def check_config(path: Path, tp_size: int | None) -> None:
+    """Looks at two fields; the whole check, which takes seconds to import, only to say what is wrong with them.
+
+    Raises:
+        CheckpointError: the file cannot be read. ConfigError: an unknown family, or more ranks than query heads.
+    """
     from tp.config import FAMILIES, ModelConfig
 
     try:
@@ -139,9 +167,3 @@ def _check_config(path: Path, tp_size: int | None) -> None:
         raise CheckpointError(f"{path} cannot be read: {error}") from error
     if not plausible:
         ModelConfig.from_hf(fields).check_degree(tp_size or 1)
-
-
-def given(arguments: argparse.Namespace, *names: str) -> list[str]:
-    """Those of the named options that the user gave, as written."""
-    is_set: Callable[[Any], bool] = lambda value: value not in (None, False, [])  # noqa: E731
-    return [f"--{name.replace('_', '-')}" for name in names if is_set(getattr(arguments, name))]

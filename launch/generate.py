@@ -9,7 +9,14 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from launch import inputs
-from launch.arguments import add_model_options, add_output_options, add_rank_options, positive
+from launch.arguments import (
+    add_layout_option,
+    add_model_options,
+    add_output_options,
+    add_rank_options,
+    layout_rule,
+    positive,
+)
 from launch.model_command import ModelCommand, execute
 from launch.report import Communication, RankMemory, Report
 from launch.streaming import view_of
@@ -35,6 +42,7 @@ def add_parser(commands: Any) -> None:
     _add_length_options(parser.add_argument_group("length"))
     _add_sampling_options(parser.add_argument_group("sampling"))
     add_rank_options(parser)
+    add_layout_option(parser)
     add_output_options(parser)
     parser.set_defaults(execute=partial(execute, ModelCommand(check, run)))
 
@@ -49,6 +57,9 @@ def check(arguments: argparse.Namespace) -> None:
         raise RequestError("--chat and --prompt-ids contradict each other: a chat template needs text")
     if arguments.system is not None and not arguments.chat:
         raise RequestError("--system needs --chat: plain text has no system turn")
+    inputs.check_is_text("--system", arguments.system or "")
+    for text in arguments.stop:
+        inputs.check_is_text("--stop", text)
     generation_options(arguments)
 
 
@@ -95,7 +106,7 @@ def load_model(arguments: argparse.Namespace, group: TensorParallelGroup, termin
     from tp.generation.loading import load
 
     with terminal.progress("loading") as progress:
-        return load(
+        model = load(
             arguments.model,
             group,
             arguments.dtype,
@@ -103,6 +114,8 @@ def load_model(arguments: argparse.Namespace, group: TensorParallelGroup, termin
             max_batch_size=getattr(arguments, "max_batch_size", None),
             progress=progress,
         )
+    model.model.choose_layout = layout_rule(arguments.sequence_parallel)
+    return model
 
 
 def _prompts(model: LanguageModel, arguments: argparse.Namespace) -> Sequence[str] | Sequence[list[int]]:
@@ -134,13 +147,15 @@ def _follow(
 
 
 def _report(name: str, model: LanguageModel, result: GenerationResult, load_s: float, seconds: float) -> Report:
+    from tp.dtypes import dtype_name
+
     group, statistics = model.group, model.group.communicator.statistics
     communication = Communication(statistics.calls, statistics.bytes, statistics.seconds)
     memory = RankMemory.of_this_rank(model, result.kv_bytes)
     return Report(
         model=name,
         tp_size=group.size,
-        dtype=str(model.dtype).removeprefix("torch."),
+        dtype=dtype_name(model.dtype),
         device=group.device.type,
         result=result,
         load_s=load_s,

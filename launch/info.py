@@ -10,6 +10,7 @@ from importlib import metadata
 from typing import Any
 
 import tp
+from launch.terminal import Terminal
 
 PACKAGES = ("torch", "triton", "transformers", "safetensors", "gguf", "huggingface_hub", "tokenizers", "numpy", "rich")
 VARIABLES = ("CUDA_", "GLOO_", "HF_", "MKL_", "NCCL_", "OMP_", "TORCH", "TRITON_")
@@ -26,7 +27,7 @@ def add_parser(commands: Any) -> None:
 def execute(arguments: argparse.Namespace) -> int:
     """Prints the facts."""
     facts = gather()
-    print(json.dumps(facts) if arguments.json else "\n".join(_lines(facts)))
+    Terminal.of_process().show((json.dumps(facts) if arguments.json else "\n".join(_lines(facts))) + "\n")
     return 0
 
 

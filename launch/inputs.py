@@ -40,11 +40,12 @@ def add_options(parser: argparse.ArgumentParser, names: Names, what: str) -> Non
         metavar="1,2,3",
         help="token ids, for which no tokenizer is needed; may be repeated",
     )
-    parser.set_defaults(input_names=names, standard_input="")
+    parser.set_defaults(input_names=names, text_read="")
 
 
 def check(arguments: argparse.Namespace) -> None:
-    """Refuses contradictory or empty input; reads standard input if that is the source. Not on ranks other than 0.
+    """Refuses contradictory or empty input. Reads the file or standard input if that is the source, into `text_read`:
+    once, since either may be a pipe. Not on ranks other than 0.
 
     Raises:
         RequestError: see the messages.
@@ -61,55 +62,48 @@ def check(arguments: argparse.Namespace) -> None:
     ]
     if len(chosen) > 1:
         raise RequestError(f"{' and '.join(chosen)} contradict each other: give one of them")
-    if not chosen:
-        if sys.stdin is None or (sys.stdin.isatty() and STANDARD_INPUT not in os.environ):
-            raise RequestError(f"nothing to work on: give one of {names}, or text on standard input")
-        arguments.standard_input = _standard_input()
-    texts = [] if arguments.ids else texts_of(arguments)
+    source = chosen[0] if chosen else "standard input"
+    if source in (names.file, "standard input"):
+        arguments.text_read = _read(arguments)
+    texts = [] if arguments.ids else arguments.texts or [arguments.text_read]
     for index, text in enumerate(texts):
         if not text:
-            source = chosen[0] if chosen else "standard input"
             which = f" (number {index + 1} of {len(texts)})" if len(texts) > 1 else ""
             raise RequestError(f"{source} is empty{which}: there is nothing to work on")
-        if any("\ud800" <= character <= "\udfff" for character in text):  # how Python passes bytes that are no text
-            raise RequestError(f"{source} is not UTF-8 text")
+        check_is_text(source, text)
+
+
+def check_is_text(source: str, text: str) -> None:
+    """Refuses what was given on the command line in bytes that are no text.
+
+    Raises:
+        RequestError: naming the source.
+    """
+    if any("\ud800" <= character <= "\udfff" for character in text):  # how Python passes such bytes
+        raise RequestError(f"{source} is not UTF-8 text")
 
 
 def of(arguments: argparse.Namespace) -> Sequence[str] | Sequence[list[int]]:
-    """The texts or lists of token ids. On rank 0 only, after `check`.
-
-    Raises:
-        RequestError: the file cannot be read.
-    """
+    """The texts or lists of token ids. On rank 0 only, after `check`."""
     ids: list[list[int]] = arguments.ids
-    return ids or texts_of(arguments)
+    return ids or arguments.texts or [arguments.text_read]
 
 
-def texts_of(arguments: argparse.Namespace) -> list[str]:
-    """The texts, where the source is not a list of ids.
-
-    Raises:
-        RequestError: the file cannot be read.
-    """
-    if arguments.text_file is None:
-        return arguments.texts or [arguments.standard_input]
+def _read(arguments: argparse.Namespace) -> str:
+    """The text of the file or of standard input: what the launcher has read of it, or what there is to read."""
+    if path := os.environ.get(STANDARD_INPUT):
+        return Path(path).read_bytes().decode()
+    name = "standard input"
     try:
-        return [_without_last_newline(Path(arguments.text_file).read_text(encoding="utf-8"))]
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
-        name = arguments.input_names.file
-        raise RequestError(f"{name} {arguments.text_file} cannot be read: {reason}") from error
-
-
-def _standard_input() -> str:
-    """What the launcher has read, or what there is to read."""
-    path = os.environ.get(STANDARD_INPUT)
-    try:
-        content = Path(path).read_bytes() if path else sys.stdin.buffer.read()
-        return _without_last_newline(content.decode())
+        if arguments.text_file is not None:
+            name = f"{arguments.input_names.file} {arguments.text_file}"
+            text = Path(arguments.text_file).read_bytes().decode()
+        elif sys.stdin.isatty():
+            raise RequestError(f"nothing to work on: give one of {arguments.input_names}, or text on standard input")
+        else:
+            text = sys.stdin.buffer.read().decode()
     except UnicodeDecodeError as error:
-        raise RequestError("standard input is not UTF-8 text") from error
-
-
-def _without_last_newline(text: str) -> str:
-    return text[:-1] if text.endswith("\n") else text
+        raise RequestError(f"{name} is not UTF-8 text") from error
+    except OSError as error:
+        raise RequestError(f"{name} cannot be read: {error.strerror}") from error
+    return text.removesuffix("\n")

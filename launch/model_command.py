@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from launch import inputs
 from launch.arguments import check_model, check_ranks
+from launch.default_model import fetched_or_embedded, kept_or_embedded
 from launch.rank_process import is_rank, own_rank, rank_terminal, world_size
 from launch.terminal import Terminal
 from tp.errors import RequestError
@@ -33,9 +34,14 @@ class ModelCommand:
 def execute(command: ModelCommand, arguments: argparse.Namespace) -> int:
     """Runs the command: in this process where it is a rank or where one is enough, else on ranks that it starts."""
     check_ranks(arguments)
+    if arguments.model is None:
+        arguments.model = str(kept_or_embedded() if is_rank() else fetched_or_embedded())
+        arguments.argv += ["--model", arguments.model]
     if is_rank():
         return _execute_as_rank(command, arguments)
     tp_size = _tp_size(arguments)
+    if tp_size % arguments.nnodes:
+        raise RequestError(f"--tp {tp_size} is not a multiple of --nnodes {arguments.nnodes}: ranks are dealt evenly")
     inputs.check(arguments)
     check_model(arguments.model, tp_size)
     command.check(arguments)
@@ -65,11 +71,9 @@ def _execute_as_rank(command: ModelCommand, arguments: argparse.Namespace) -> in
 def _execute_on_ranks(tp_size: int, arguments: argparse.Namespace) -> int:
     from launch.ranks import Placement, start
 
-    if tp_size % arguments.nnodes:
-        raise RequestError(f"--tp {tp_size} is not a multiple of --nnodes {arguments.nnodes}: ranks are dealt evenly")
     placement = Placement.of(tp_size // arguments.nnodes, arguments)
     command = ["-m", "launch", *arguments.argv]
-    return start(command, placement, debug=arguments.debug, standard_input=arguments.standard_input)
+    return start(command, placement, debug=arguments.debug, standard_input=arguments.text_read)
 
 
 def _run(command: ModelCommand, arguments: argparse.Namespace, terminal: Terminal) -> None:

@@ -17,6 +17,7 @@ from typing import Any
 
 from launch import failures
 from launch.failures import Failure
+from launch.forwarded_sigterm import ForwardedSigterm
 from launch.rank_process import LAUNCHER
 from tp.errors import CommunicationError
 
@@ -61,7 +62,14 @@ class Placement:
         return self.ranks_here * self.nodes
 
 
-def start(command: Sequence[str], placement: Placement, *, debug: bool = False, standard_input: str = "") -> int:
+def start(
+    command: Sequence[str],
+    placement: Placement,
+    *,
+    debug: bool = False,
+    standard_input: str = "",
+    grace_s: float | None = None,
+) -> int:
     """Runs `python command` once a rank, waits for all, and returns the exit status of the run.
 
     If a rank raises or dies, the others are ended within seconds, and the first one's failure is told on stderr.
@@ -70,6 +78,8 @@ def start(command: Sequence[str], placement: Placement, *, debug: bool = False, 
         command: arguments of the interpreter.
         debug: leaves the launcher's and the libraries' own messages on.
         standard_input: text that rank 0 finds in the file named by `STANDARD_INPUT`.
+        grace_s: seconds that SIGTERM leaves ranks which listen to it and end by themselves; if all do with status 0,
+            so does the run. By default SIGTERM ends them, and the run with 128 + 15. A second SIGTERM always does.
     """
     with tempfile.TemporaryDirectory(prefix="tp-decoder-") as directory:
         # torch reads some of these when it is imported, so that they come first; the ranks inherit them.
@@ -78,7 +88,7 @@ def start(command: Sequence[str], placement: Placement, *, debug: bool = False, 
             path = Path(directory, "standard-input")
             path.write_text(standard_input, encoding="utf-8")
             os.environ[STANDARD_INPUT] = str(path)
-        return _launch(command, placement, directory, debug)
+        return _launch(command, placement, directory, debug, grace_s)
 
 
 def threads_a_rank(ranks_here: int) -> int:
@@ -97,7 +107,7 @@ def _environment(placement: Placement, debug: bool) -> Mapping[str, str]:
     return {**settings, **os.environ, LAUNCHER: str(os.getpid())}
 
 
-def _launch(command: Sequence[str], placement: Placement, directory: str, debug: bool) -> int:
+def _launch(command: Sequence[str], placement: Placement, directory: str, debug: bool, grace_s: float | None) -> int:
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.elastic.rendezvous.api import RendezvousError
@@ -105,14 +115,17 @@ def _launch(command: Sequence[str], placement: Placement, directory: str, debug:
 
     if not debug:
         logging.disable(logging.CRITICAL)  # nothing but the elastic launcher logs in this process
+    request = None if grace_s is None else ForwardedSigterm(grace_s)
     try:
-        with _short_grace():
+        with _short_grace(), request.listening() if request else contextlib.nullcontext():
             elastic_launch(_config(placement, directory), sys.executable)(*command)
     except ChildFailedError as error:
         noticed = [
             failures.of_process(rank, failed.exitcode, failed.error_file_data)
             for rank, failed in error.failures.items()
         ]
+        if request and request.sent and all(failure.status == -signal.SIGTERM for failure in noticed):
+            return 128 + signal.SIGTERM  # they had not begun to listen
         return _tell(noticed, placement, Path(directory), debug)
     except RendezvousError as error:
         meeting = placement.rdzv_endpoint or "a port of this machine"

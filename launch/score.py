@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from launch import inputs
-from launch.arguments import add_model_options, add_output_options, add_rank_options
+from launch.arguments import add_layout_option, add_model_options, add_output_options, add_rank_options
 from launch.generate import load_model
 from launch.model_command import ModelCommand, execute
 from launch.terminal import Terminal
@@ -28,6 +29,7 @@ def add_parser(commands: Any) -> None:
     add_model_options(parser)
     inputs.add_options(parser, NAMES, "text")
     add_rank_options(parser)
+    add_layout_option(parser)
     add_output_options(parser)
     parser.set_defaults(execute=partial(execute, ModelCommand(check, run)))
 
@@ -59,15 +61,17 @@ def run(arguments: argparse.Namespace, group: TensorParallelGroup, terminal: Ter
 
 
 def _json(name: str, model: LanguageModel, scored: Score) -> str:
+    from tp.dtypes import dtype_name
+
     content = {
         "model": name,
         "tp_size": model.group.size,
-        "dtype": str(model.dtype).removeprefix("torch."),
+        "dtype": dtype_name(model.dtype),
         "device": model.group.device.type,
         "token_ids": scored.token_ids,
         "tokens": _tokens(model, scored),
         "logprobs": scored.logprobs,
-        "perplexity": scored.perplexity,
+        "perplexity": scored.perplexity if math.isfinite(scored.perplexity) else None,  # JSON has no infinity
     }
     return json.dumps(content, ensure_ascii=False) + "\n"
 

@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
+from tp.errors import RequestError
+
 if TYPE_CHECKING:
     from collections.abc import Callable
 
@@ -51,7 +53,8 @@ class Terminal:
         sys.stdout.flush()
         for stream, descriptor in ((self.out, 1), (self.err, 2)):
             os.dup2(stream.fileno(), descriptor)
-            stream.close()
+            with contextlib.suppress(OSError):  # `show` has told of it
+                stream.close()
 
     @classmethod
     def silent(cls) -> Terminal:
@@ -70,13 +73,21 @@ class Terminal:
 
         Raises:
             BrokenPipeError: nobody reads it any more.
+            RequestError: it cannot be written, to a full disk for example.
         """
-        if self.speaks:
+        if not self.speaks:
+            return
+        try:
             self.out.write(text)
             self.out.flush()
+        except BrokenPipeError:
+            raise
+        except OSError as error:
+            self.abandon()
+            raise RequestError(f"standard output cannot be written: {error.strerror}") from error
 
     def abandon(self) -> None:
-        """After a broken pipe: what is still buffered must not raise at exit."""
+        """After an error in writing: what is still buffered must not raise at exit."""
         os.dup2(os.open(os.devnull, os.O_WRONLY), self.out.fileno())
 
     @contextlib.contextmanager
@@ -91,6 +102,22 @@ class Terminal:
         with Progress(*columns, console=self.console, transient=True) as bar:
             task = bar.add_task(description, total=None)
             yield lambda done, total: bar.update(task, completed=done, total=total)
+
+
+def open_closed_streams() -> None:
+    """Gives a process that was started with stdin, stdout or stderr closed the null device in its place.
+
+    Else Python has None there, and the next file that is opened gets the descriptor and whatever is printed.
+    """
+    for descriptor, name in enumerate(("stdin", "stdout", "stderr")):
+        if getattr(sys, name) is None:
+            opened = os.open(os.devnull, os.O_RDWR)
+            os.dup2(opened, descriptor)
+            if opened == descriptor:
+                os.set_inheritable(descriptor, True)
+            else:
+                os.close(opened)
+            setattr(sys, name, os.fdopen(descriptor, "w" if descriptor else "r", encoding="utf-8", closefd=False))
 
 
 def redirect(target: Path | str, descriptor: int) -> None:

@@ -180,6 +180,9 @@ def test_settings_at_their_only_value_are_understood(tmp_path: Path) -> None:
         (lambda w: w.add_array("llama.attention.sliding_window_pattern", [1, 0]), "sliding_window_pattern"),
         (lambda w: w.add_rope_scaling_type(gguf.RopeScalingType.LONGROPE), "'longrope' is not supported"),
         (lambda w: w.add_rope_scaling_attn_factors(1.5), "attn_factor=1.5"),
+        (lambda w: w.add_string("llama.rope.scaling.factor", "much"), "a setting of the wrong type: .*'much'"),
+        (lambda w: w.add_array("general.alignment", [32, 32]), "damaged or truncated"),
+        (lambda w: w.add_string("split.count", "two"), "one of two parts"),
     ],
 )  # fmt: skip
 def test_a_setting_that_is_not_understood_is_an_error(tmp_path: Path, setting: Settings, message: str) -> None:

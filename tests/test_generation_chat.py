@@ -68,6 +68,9 @@ def test_what_a_template_cannot_do_is_a_clear_error(tokenizer: Any) -> None:
     tokenizer.chat_template = LLAMA_LIKE
     with pytest.raises(RequestError, match="System role not supported"):
         encode_chat(tokenizer, conversation("Hi", "Be brief."))
+    tokenizer.chat_template = "{{ 1 // 0 }}"
+    with pytest.raises(RequestError, match="refuses these messages: .*by zero"):
+        encode_chat(tokenizer, conversation("Hi"))
     with pytest.raises(RequestError, match="at least one message"):
         encode_chat(tokenizer, [])
     tokenizer.chat_template = None

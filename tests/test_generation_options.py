@@ -18,6 +18,7 @@ from tp.generation import GenerationOptions, SamplingParameters
         ({"temperature": math.nan}, "temperature"),
         ({"temperature": math.inf}, "temperature"),
         ({"temperature": "1"}, "temperature"),
+        ({"temperature": 10**400}, "temperature"),
         ({"temperature": 1.0, "top_k": -1}, "top_k"),
         ({"temperature": 1.0, "top_k": 1.5}, "top_k"),
         ({"temperature": 1.0, "top_p": 0.0}, "top_p"),
@@ -48,6 +49,9 @@ def test_sampling_parameters_out_of_range_or_contradictory(fields: dict[str, Any
         ({"stop": "end"}, "stop"),
         ({"stop": ("a", "")}, "stop"),
         ({"stop": (3,)}, "stop"),
+        ({"stop": 3}, "stop is 3"),
+        ({"stop": None}, "stop is None"),
+        ({"sampling": None}, "sampling is None"),
     ],
 )
 def test_options_out_of_range_or_contradictory(fields: dict[str, Any], named: str) -> None:

@@ -11,7 +11,7 @@ import torch
 from generation_models import CharacterTokenizer, tiny_model
 from pool import RankPool
 
-from tp.errors import RequestError
+from tp.errors import NumericalError, RequestError
 from tp.generation import GenerationOptions, Score, score
 from tp.parallel import TensorParallelGroup
 
@@ -61,3 +61,12 @@ def test_text_is_encoded_on_rank_0(ranks: RankPool) -> None:
 def test_what_cannot_be_scored_is_refused(text: list[int], message: str) -> None:
     with pytest.raises(RequestError, match=message):
         score(tiny_model(TensorParallelGroup.alone()), text)
+
+
+def test_scores_that_are_not_finite_are_an_error_and_a_huge_perplexity_is_none() -> None:
+    model = tiny_model(TensorParallelGroup.alone())
+    with torch.no_grad():
+        model.model.norm.weight.fill_(math.nan)
+    with pytest.raises(NumericalError, match="the logits after token 0 are not finite"):
+        score(model, [1, 2])
+    assert Score((1, 2), (-1e4,)).perplexity == math.inf

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import io
 import json
+import os
 from pathlib import Path
 from typing import Any
 
 import pytest
 from tiny_models import hub_config
 
-from launch import ranks
+from launch import inputs, ranks
 from launch.__main__ import build_parser, main
 from tp.errors import RequestError
 
@@ -69,7 +70,11 @@ def complaint(capsys: pytest.CaptureFixture[str], *argv: str | Path) -> tuple[in
         (["--prompt", "a", "--device", "cpu", "--backend", "nccl"], "--backend nccl needs GPUs"),
         (["--prompt", "a", "--nnodes", "2"], "--nnodes 2 needs --rdzv-endpoint"),
         (["--prompt", "a", "--nnodes", "2", "--rdzv-endpoint", "h:1", "--tp", "3"], "--tp 3 is not a multiple"),
+        (["--prompt", "a", "--nnodes", "2", "--rdzv-endpoint", "h:1", "--tp", "1"], "--tp 1 is not a multiple"),
         (["--prompt", "a", "--node-rank", "1"], "--node-rank 1 is outside 0..0"),
+        (["--prompt", "\udcff"], "--prompt is not UTF-8 text"),
+        (["--prompt", "a", "--stop", "\udcff"], "--stop is not UTF-8 text"),
+        (["--prompt", "a", "--chat", "--system", "\udcff"], "--system is not UTF-8 text"),
         (["--prompt", "a", "--max-new-token", "3"], "unrecognized arguments: --max-new-token 3"),
     ],
 )
@@ -127,6 +132,31 @@ def test_standard_input_is_a_prompt(
     monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"\xff\xfe")))
     status, said = complaint(capsys, *argv)
     assert status == 2 and "not UTF-8" in said
+
+
+def test_a_prompt_file_is_read_once(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It may be a pipe, as of <(command); ranks get its text from the launcher, to the last newline."""
+    started: list[Any] = []
+    monkeypatch.setattr(ranks, "start", lambda *given, **options: started.append(options) or 0)
+    reader, writer = os.pipe()
+    os.write(writer, b"a\r\nb\n\n")
+    os.close(writer)
+    argv = ["generate", "--model", str(model), "--tp", "2", "--prompt-file", f"/dev/fd/{reader}"]
+    assert main(argv) == 0
+    os.close(reader)
+    assert started[0]["standard_input"] == "a\r\nb\n"
+    (tmp_path / "read").write_text("a\n")
+    monkeypatch.setenv(ranks.STANDARD_INPUT, str(tmp_path / "read"))
+    for of_file in (argv, argv[:-2]):
+        arguments = build_parser().parse_args(of_file)
+        inputs.check(arguments)
+        assert inputs.of(arguments) == ["a\n"]
+    monkeypatch.delenv(ranks.STANDARD_INPUT)
+    (tmp_path / "bytes").write_bytes(b"\xff")
+    status, said = complaint(capsys, *argv[:-1], tmp_path / "bytes")
+    assert status == 2 and said == f"--prompt-file {tmp_path / 'bytes'} is not UTF-8 text"
 
 
 def test_the_launchers_ranks_decide_the_degree(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:

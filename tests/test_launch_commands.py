@@ -120,6 +120,16 @@ def test_an_error_that_all_ranks_raise_is_told_once(model: Path) -> None:
 
 
 @pytest.mark.long
+def test_a_rank_tells_of_a_path_that_is_no_text(tmp_path: Path) -> None:
+    directory = os.fsencode(tmp_path) + b"/\xff"
+    os.mkdir(directory)
+    command = [*LAUNCH, "generate", "--device", "cpu", "--prompt-ids", "1", "--model", os.fsdecode(directory)]
+    status, out, err = finish(start(command, environment={"RANK": "0", "WORLD_SIZE": "1"}))
+    assert (status, out, err.count("\n")) == (4, "", 1)
+    assert err.startswith("error: ") and "\\udcff is not a checkpoint" in err
+
+
+@pytest.mark.long
 def test_torchrun_tells_such_an_error_once_too(model: Path) -> None:
     command = ["-m", "launch", "generate", "--model", str(model), "--device", "cpu", "--prompt-ids", "1,2,3"]
     status, out, err = finish(start([*TORCHRUN, "--nproc-per-node", "2", *command, "--max-context", "3"]))

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,7 +14,7 @@ import torch
 from launch.report import Communication, RankMemory, Report, size
 from launch.streaming import view_of
 from launch.terminal import Terminal
-from tp.errors import CommunicationError
+from tp.errors import CommunicationError, RequestError
 from tp.generation import GeneratedSequence, GenerationResult, Timings, TokenEvent
 from tp.parallel import TensorParallelGroup
 
@@ -111,6 +114,31 @@ def test_ranks_that_do_not_speak(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr() == ("", "")
 
 
+def test_a_full_disk_is_a_clear_error() -> None:
+    with open("/dev/full", "w", encoding="utf-8") as full:
+        terminal = Terminal(full, full)
+        with pytest.raises(RequestError, match="^standard output cannot be written: No space left on device$"):
+            terminal.show("text")
+
+
+CLOSED = """
+import os, sys
+from launch.terminal import open_closed_streams
+open_closed_streams()
+print("unseen")
+print("unseen", file=sys.stderr)
+opened = os.open(sys.argv[1], os.O_WRONLY | os.O_CREAT)
+os.write(opened, f"{opened > 2} {sys.stdin.read()!r} {os.get_inheritable(1)}".encode())
+"""
+
+
+def test_streams_that_were_closed_are_the_null_device(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", CLOSED, str(tmp_path / "out")]
+    shell = ["sh", "-c", 'exec "$@" <&- >&- 2>&-', "sh", *command]
+    assert subprocess.run(shell, cwd=Path(__file__).parent.parent).returncode == 0
+    assert (tmp_path / "out").read_text() == "True '' True"
+
+
 def test_more_ranks_than_gpus_are_refused_before_nccl_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     """NCCL itself would say "Duplicate GPU detected", or hang."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
@@ -122,6 +150,26 @@ def test_more_ranks_than_gpus_are_refused_before_nccl_is_asked(monkeypatch: pyte
         TensorParallelGroup.from_environment("nccl", "cuda")
     with pytest.raises(CommunicationError, match="--device cpu"):
         TensorParallelGroup.from_environment("nccl", "cpu")
+
+
+@pytest.mark.parametrize(
+    "variables, message",
+    [
+        ({"WORLD_SIZE": "2"}, "RANK expected, but not set"),
+        ({"WORLD_SIZE": "2", "RANK": "0"}, "MASTER_ADDR expected, but not set"),
+        ({"WORLD_SIZE": "two"}, "'two'"),
+    ],
+)
+def test_half_of_a_launchers_environment(
+    variables: dict[str, str], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a batch system may leave it to a process that is to run alone."""
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(CommunicationError, match=f"are not complete: .*{message}.*; start with torchrun"):
+        TensorParallelGroup.from_environment("gloo", "cpu")
 
 
 def test_the_device_is_bound_before_the_group_is_made(monkeypatch: pytest.MonkeyPatch) -> None:

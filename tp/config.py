@@ -345,7 +345,7 @@ def _complete(given: dict[str, Any], model_type: str) -> dict[str, Any]:
     try:
         completed: dict[str, Any] = AutoConfig.for_model(model_type, **known).to_dict()
         return completed
-    except (TypeError, ValueError, KeyError, AttributeError, ArithmeticError) as error:
+    except (TypeError, ValueError, LookupError, AttributeError, ArithmeticError) as error:
         raise ConfigError(f"{model_type} config is not valid: {' '.join(str(error).split())}") from error
     except Exception as error:
         if type(error).__module__.startswith("huggingface_hub"):  # its strict dataclasses raise types of their own

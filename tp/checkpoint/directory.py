@@ -14,6 +14,8 @@ CONFIG = "config.json"
 GENERATION_CONFIG = "generation_config.json"
 SINGLE_FILE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
+LONGEST_NAME = 255
+"""Of a file; asking after a longer one is an error of the operating system."""
 FORMATS_READ = "only safetensors and GGUF are read"
 
 
@@ -91,7 +93,8 @@ def files_named(index: Mapping[str, Any], path: Path) -> dict[str, str]:
     if not isinstance(table, dict) or not table:
         raise CheckpointError(f"{path} has no weight_map that names the files of tensors")
     for tensor, name in table.items():
-        if not isinstance(name, str) or Path(name).name != name or "\\" in name or not name.endswith(".safetensors"):
+        plain = isinstance(name, str) and Path(name).name == name and "\\" not in name and len(name) <= LONGEST_NAME
+        if not plain or not name.endswith(".safetensors"):
             raise CheckpointError(f"{path} names {name!r} for {tensor}: not a plain safetensors file of its directory")
     return table
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from tp.checkpoint.gguf_header import GgufHeader
 from tp.checkpoint.gguf_rope import rope_parameters
-from tp.errors import CheckpointError
+from tp.errors import CheckpointError, first_line
 
 ARCHITECTURES = ("llama", "qwen2", "qwen3")
 
@@ -40,8 +40,15 @@ def hub_config(header: GgufHeader, rope_factors: Tensor | None) -> dict[str, Any
         rope_factors: the values of the tensor rope_freqs.weight, where the file has one.
 
     Raises:
-        CheckpointError: an architecture or a setting that is not supported, or one that is missing.
+        CheckpointError: an architecture or a setting that is not supported, one that is missing, or of another type.
     """
+    try:
+        return _hub_config(header, rope_factors)
+    except (TypeError, ValueError, ArithmeticError) as error:
+        raise CheckpointError(f"{header.path} has a setting of the wrong type: {first_line(error)}") from error
+
+
+def _hub_config(header: GgufHeader, rope_factors: Tensor | None) -> dict[str, Any]:
     settings = _Settings(header)
     hidden_size, heads = settings.integer("embedding_length"), settings.integer("attention.head_count")
     head_dim = settings.integer("attention.key_length", hidden_size // max(1, heads))

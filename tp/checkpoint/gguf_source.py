@@ -63,11 +63,8 @@ class GgufSource:
         self.tensors: dict[str, StoredTensor] = {}
         self._file = FileReader(header.path)
         self._blocks: dict[str, _Blocks] = {}
-        if header.metadata.get("split.count", 0) > 1:
-            raise CheckpointError(
-                f"{header.path} is one of {header.metadata['split.count']} parts: "
-                "join them with llama-gguf-split --merge"
-            )
+        if (num_files := header.metadata.get("split.count", 0)) not in (0, 1):
+            raise CheckpointError(f"{header.path} is one of {num_files} parts: join them with llama-gguf-split --merge")
         for name, tensor in header.tensors.items():
             if name != ROPE_FACTORS:
                 self._add(header, name, tensor)

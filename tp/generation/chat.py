@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from tp.errors import RequestError
+from tp.errors import RequestError, first_line
 
 Message = Mapping[str, str]
 """{"role": "system" | "user" | "assistant", "content": text}."""
@@ -26,8 +26,6 @@ def encode_chat(tokenizer: Any, messages: Sequence[Message]) -> list[int]:
     Raises:
         RequestError: the tokenizer has no chat template, or its template refuses these messages.
     """
-    from jinja2 import TemplateError
-
     if not messages:
         raise RequestError("a conversation needs at least one message")
     if not getattr(tokenizer, "chat_template", None):
@@ -36,6 +34,6 @@ def encode_chat(tokenizer: Any, messages: Sequence[Message]) -> list[int]:
         ids: list[int] = tokenizer.apply_chat_template(
             [dict(message) for message in messages], tokenize=True, add_generation_prompt=True, return_dict=False
         )
-    except TemplateError as error:
-        raise RequestError(f"the model's chat template refuses these messages: {error}") from error
+    except Exception as error:  # a template is a program of the checkpoint: besides refusing it may divide by zero
+        raise RequestError(f"the model's chat template refuses these messages: {first_line(error)}") from error
     return ids

@@ -88,7 +88,9 @@ class GenerationOptions:
         stop: object = self.stop
         if isinstance(stop, str):
             raise RequestError(f"stop is the string {self.stop!r}: give a tuple of strings, ({self.stop!r},)")
+        _check("stop", stop, isinstance(stop, (tuple, list)), "a tuple of strings")
         object.__setattr__(self, "stop", tuple(self.stop))
+        _check("sampling", self.sampling, isinstance(self.sampling, SamplingParameters), "SamplingParameters")
         for text in self.stop:
             _check("stop", text, isinstance(text, str) and text != "", "made of strings that are not empty")
 
@@ -104,4 +106,9 @@ def _is_int(value: object) -> bool:
 
 def _number(value: object) -> float:
     """`value` as a float; NaN, which fails every comparison, where it is no number."""
-    return float(value) if isinstance(value, (int, float)) and not isinstance(value, bool) else math.nan
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        return math.nan
+    try:
+        return float(value)
+    except OverflowError:
+        return math.inf

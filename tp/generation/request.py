@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Sized
 from dataclasses import dataclass, replace
 
 from tp.checkpoint.free_memory import free_memory
@@ -79,23 +79,31 @@ def encode_prompts(model: TextModel, prompts: Sequence[Prompt] | None) -> tuple[
     Raises:
         RequestError: no prompts, an empty one, text without a tokenizer, or ids outside the vocabulary.
     """
-    if prompts is None or isinstance(prompts, str) or len(prompts) == 0:
+    if prompts is None or isinstance(prompts, str) or not isinstance(prompts, Sized) or len(prompts) == 0:
         raise RequestError(f"prompts is {prompts!r}: give a list of texts or of lists of token ids, at least one")
     return tuple(_encode(model, index, prompt) for index, prompt in enumerate(prompts))
 
 
 def _encode(model: TextModel, index: int, prompt: Prompt) -> tuple[int, ...]:
-    if len(prompt) == 0:
-        raise RequestError(f"prompt {index} is empty: it must have at least one token")
-    given = model.require_tokenizer().encode(prompt) if isinstance(prompt, str) else prompt
+    given = _encode_text(model, index, prompt) if isinstance(prompt, str) and prompt else prompt
     try:
         ids = tuple(operator.index(token_id) for token_id in given)
     except TypeError as error:
         raise RequestError(f"prompt {index} is neither text nor a list of integer token ids: {error}") from error
     if not ids:
-        raise RequestError(f"prompt {index} is {prompt!r}, which has no tokens: it must have at least one")
+        which = f"{prompt!r}, which has no tokens" if isinstance(prompt, str) and prompt else "empty"
+        raise RequestError(f"prompt {index} is {which}: it must have at least one token")
     if outside := [token_id for token_id in ids if not 0 <= token_id < model.config.vocab_size]:
         raise RequestError(f"prompt {index} has token id {outside[0]}: ids are 0 to {model.config.vocab_size - 1}")
+    return ids
+
+
+def _encode_text(model: TextModel, index: int, text: str) -> Sequence[int]:
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:  # a lone surrogate, which tokenizers take for a value of another type
+        raise RequestError(f"prompt {index} is not text that UTF-8 can hold: {error}") from error
+    ids: Sequence[int] = model.require_tokenizer().encode(text)
     return ids
 
 

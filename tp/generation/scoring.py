@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from tp.errors import RequestError
+from tp.errors import NumericalError, RequestError
 from tp.generation.options import GenerationOptions
 from tp.generation.processors import LOWEST
 from tp.generation.request import Prompt, Request, encode_prompts, share_request
@@ -35,8 +35,11 @@ class Score:
 
     @property
     def perplexity(self) -> float:
-        """exp(−mean log-probability)."""
-        return math.exp(-sum(self.logprobs) / len(self.logprobs))
+        """exp(−mean log-probability); infinite where a float cannot hold it."""
+        try:
+            return math.exp(-sum(self.logprobs) / len(self.logprobs))
+        except OverflowError:
+            return math.inf
 
 
 @torch.no_grad()
@@ -52,6 +55,7 @@ def score(model: TextModel, text: Prompt | None) -> Score:
     Raises:
         RequestError: fewer than two tokens, ids outside the vocabulary, or more tokens than the context takes.
         CapacityError: the KV cache does not fit.
+        NumericalError: the logits are not finite.
     """
     request = share_request(model, lambda: _scoring_request(model, text))
     ids = torch.tensor(request.prompts[0], device=model.group.device)
@@ -67,6 +71,10 @@ def score(model: TextModel, text: Prompt | None) -> Score:
         for rows in torch.arange(len(inputs), device=ids.device).split(ROWS):
             logits = model.logits_of(stream.take(rows))
             logprobs += token_logprobs(logits, targets[rows]).tolist()
+    if (bad := next((index for index, logprob in enumerate(logprobs) if not math.isfinite(logprob)), None)) is not None:
+        raise NumericalError(
+            f"the logits after token {bad} are not finite: try dtype float32 or bfloat16, or check the weights"
+        )
     return Score(request.prompts[0], tuple(logprobs))
 
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, TypeVar
 import torch
 import torch.distributed as dist
 
-from tp.errors import CommunicationError, TensorParallelError
+from tp.errors import CommunicationError, TensorParallelError, first_line
 from tp.parallel.communicator import (
     AloneCommunicator,
     Communicator,
@@ -104,15 +104,22 @@ class TensorParallelGroup:
             timeout_s: seconds that a collective waits for a peer.
 
         Raises:
-            CommunicationError: NCCL asked for with fewer GPUs than local ranks, or without CUDA.
+            CommunicationError: NCCL asked for with fewer GPUs than local ranks, or without CUDA; variables that
+                are missing or make no sense.
         """
         device_type = device or ("cuda" if torch.cuda.is_available() else "cpu")
         backend = backend or ("nccl" if device_type == "cuda" else "gloo")
-        bound = _bind_device(device_type, backend)
-        if int(os.environ.get("WORLD_SIZE", "1")) == 1:
-            return cls.alone(bound)
-        if not dist.is_initialized():
-            dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s))
+        try:
+            bound = _bind_device(device_type, backend)
+            if int(os.environ.get("WORLD_SIZE", "1")) == 1:
+                return cls.alone(bound)
+            if not dist.is_initialized():
+                dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s))
+        except ValueError as error:
+            raise CommunicationError(
+                f"the launcher's variables (RANK, WORLD_SIZE, MASTER_ADDR, ...) are not complete: {first_line(error)}; "
+                "start with torchrun, or unset WORLD_SIZE"
+            ) from error
         world = dist.group.WORLD
         assert world is not None
         return cls.from_process_group(world, bound)
