@@ -100,6 +100,7 @@ def main() -> None:
                 if arguments.json:
                     with arguments.json.open("a") as out:
                         out.write(json.dumps(row) + "\n")
+    group.close()
 
 
 if __name__ == "__main__":

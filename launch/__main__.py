@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import tp
 from launch import convert, demo, generate, info, run, score, train
 from launch.arguments import Parser
-from launch.rank_process import as_rank, is_rank, mute_unless_first
+from launch.rank_process import as_rank, is_rank, leave, mute_unless_first
 from launch.terminal import Terminal, open_closed_streams
 from tp.errors import RankFailedError, TensorParallelError
 
@@ -46,7 +46,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     argv = list(sys.argv[1:] if argv is None else argv)
     if is_rank():
         signal.signal(signal.SIGINT, signal.SIG_DFL)  # at once, also while waiting in a collective
-        return as_rank(lambda: _execute(argv), debug="--debug" in argv)
+        leave(as_rank(lambda: _execute(argv), debug="--debug" in argv))
     try:
         return _execute(argv)
     except TensorParallelError as error:

@@ -140,8 +140,12 @@ def check_model(model: str, tp_size: int | None) -> None:
         CheckpointError: a path that does not exist, or a directory that is not a checkpoint.
         ConfigError: an unknown family, or more ranks than query heads.
     """
-    path = Path(model).expanduser()
-    if not path.exists():
+    try:
+        path = Path(model).expanduser()
+        there = path.exists()
+    except (OSError, RuntimeError, ValueError) as error:  # a name too long, an unknown user, a NUL
+        raise CheckpointError(f"--model {model[:80]}: {error}") from error
+    if not there:
         if path.is_absolute() or model.startswith((".", "~")) or model.endswith(".gguf"):
             raise CheckpointError(f"--model {model}: there is no such file or directory")
         return
@@ -162,8 +166,10 @@ def check_config(path: Path, tp_size: int | None) -> None:
     try:
         fields = json.loads(path.read_text(encoding="utf-8"))
         heads = fields.get("num_attention_heads")
-        plausible = fields.get("model_type") in FAMILIES and not (isinstance(heads, int) and (tp_size or 1) > heads)
-    except (OSError, ValueError, AttributeError) as error:
+        plausible = str(fields.get("model_type")) in FAMILIES and not (
+            isinstance(heads, int) and (tp_size or 1) > heads
+        )
+    except (OSError, ValueError, AttributeError, RecursionError) as error:
         raise CheckpointError(f"{path} cannot be read: {error}") from error
     if not plausible:
         ModelConfig.from_hf(fields).check_degree(tp_size or 1)

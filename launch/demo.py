@@ -13,6 +13,7 @@ from typing import Any
 
 from launch import demo_checkpoint
 from launch.default_model import EMBEDDED, EMBEDDED_PROMPT
+from launch.ranks import own_command
 
 RANKS = 2
 PROMPT = "Explain in three sentences why the sky is blue."
@@ -37,7 +38,7 @@ def execute(arguments: argparse.Namespace) -> int:
             console.print(_unavailable(error), soft_wrap=True, markup=False)
             request = _request(EMBEDDED, "--prompt", EMBEDDED_PROMPT)
         console.print(f"$ {_command()} {shlex.join(request)}", style="dim", soft_wrap=True, markup=False)
-        return subprocess.call([sys.executable, "-m", "launch", *request])
+        return subprocess.call([sys.executable, *own_command(request)])
 
 
 def _fetched_model_request(directory: Path, console: Any) -> list[str]:

@@ -69,23 +69,20 @@ def _execute_as_rank(command: ModelCommand, arguments: argparse.Namespace) -> in
 
 
 def _execute_on_ranks(tp_size: int, arguments: argparse.Namespace) -> int:
-    from launch.ranks import Placement, start
+    from launch.ranks import Placement, own_command, start
 
     placement = Placement.of(tp_size // arguments.nnodes, arguments)
-    command = ["-m", "launch", *arguments.argv]
+    command = own_command(arguments.argv)
     return start(command, placement, debug=arguments.debug, standard_input=arguments.text_read)
 
 
 def _run(command: ModelCommand, arguments: argparse.Namespace, terminal: Terminal) -> None:
-    from torch import distributed
-
     from tp.parallel.group import TensorParallelGroup
 
     device, backend = (None if value == "auto" else value for value in (arguments.device, arguments.backend))
     group = TensorParallelGroup.from_environment(backend, device)
     command.run(arguments, group, terminal)
-    if distributed.is_initialized():
-        distributed.destroy_process_group()
+    group.close()
 
 
 def _tp_size(arguments: argparse.Namespace) -> int:

@@ -62,6 +62,20 @@ def as_rank(action: Callable[[], int], *, debug: bool = False, script_directory:
     _fail(failure, users_stderr if launcher is None else None, debug)
 
 
+def leave(status: int) -> NoReturn:
+    """Ends a rank that has done its work, without finalising the interpreter: a thread of gloo that is not quite
+    done yet may abort the process there.
+    """
+    _flush()
+    os._exit(status)
+
+
+def _flush() -> None:
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):
+            stream.flush()
+
+
 def end_at_once(message: str, status: int) -> NoReturn:
     """Ends this process from any of its threads: a typed failure, told by the launcher if it is ours."""
     path = _error_file()
@@ -102,9 +116,7 @@ def _fail(failure: Failure, users_stderr: int | None, debug: bool) -> NoReturn:
         with contextlib.suppress(OSError):
             story = failure.story(world_size(), together=together, debug=debug)
             os.write(users_stderr, story.encode(errors="backslashreplace"))  # a path may hold bytes that are no text
-    for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(OSError, ValueError):
-            stream.flush()
+    _flush()
     os._exit(failure.exit_code)
 
 

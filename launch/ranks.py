@@ -27,6 +27,7 @@ MONITOR_INTERVAL_S = 0.05
 GRACE_S = 3
 """Between asking ranks to end and killing them: they may sit in a collective, where they cannot hear the question."""
 LOG_TAIL_BYTES = 2000
+ROOT = Path(__file__).resolve().parents[1]
 
 
 @dataclass(frozen=True)
@@ -89,6 +90,12 @@ def start(
             path.write_text(standard_input, encoding="utf-8")
             os.environ[STANDARD_INPUT] = str(path)
         return _launch(command, placement, directory, debug, grace_s)
+
+
+def own_command(argv: Sequence[str]) -> list[str]:
+    """The interpreter's arguments that run this program, whatever lies in the directory that it is run in."""
+    code = f"import sys; sys.path[0] = {str(ROOT)!r}; from launch.__main__ import main; sys.exit(main())"
+    return ["-c", code, *argv]
 
 
 def threads_a_rank(ranks_here: int) -> int:

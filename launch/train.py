@@ -83,24 +83,22 @@ def _tp_size(arguments: argparse.Namespace) -> int:
 
 
 def _execute_on_ranks(num_ranks: int, arguments: argparse.Namespace) -> int:
-    from launch.ranks import Placement, start
+    from launch.ranks import Placement, own_command, start
 
     if num_ranks % arguments.nnodes:
         raise RequestError(f"{num_ranks} ranks are no multiple of --nnodes {arguments.nnodes}: they are dealt evenly")
     placement = Placement.of(num_ranks // arguments.nnodes, arguments)
-    return start(["-m", "launch", *arguments.argv], placement, debug=arguments.debug, grace_s=arguments.grace)
+    return start(own_command(arguments.argv), placement, debug=arguments.debug, grace_s=arguments.grace)
 
 
 def _run(arguments: argparse.Namespace, terminal: Terminal) -> None:
-    from torch import distributed
-
     from launch.training_run import run
     from tp.parallel.group import TensorParallelGroup
 
     device, backend = (None if value == "auto" else value for value in (arguments.device, arguments.backend))
-    run(arguments, TensorParallelGroup.from_environment(backend, device), terminal)
-    if distributed.is_initialized():
-        distributed.destroy_process_group()
+    world = TensorParallelGroup.from_environment(backend, device)
+    run(arguments, world, terminal)
+    world.close()
 
 
 def _add_data_options(group: argparse._ArgumentGroup) -> None:

@@ -35,7 +35,7 @@ def test_the_fetched_model_chats_on_two_ranks(monkeypatch, started, tmp_path):
     monkeypatch.setattr(demo_checkpoint, "obtain", lambda scratch, progress: model)
     assert main(["demo"]) == 5
     (command,) = started
-    assert command[2:9] == ["launch", "generate", "--model", str(model), "--chat", "--prompt", demo.PROMPT]
+    assert command[3:9] == ["generate", "--model", str(model), "--chat", "--prompt", demo.PROMPT]
     assert command[9:11] == ["--tp", "2"]
 
 

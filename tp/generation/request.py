@@ -5,6 +5,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Sequence, Sized
 from dataclasses import dataclass, replace
+from typing import Any
 
 from tp.checkpoint.free_memory import free_memory
 from tp.checkpoint.memory import check_fits
@@ -85,7 +86,7 @@ def encode_prompts(model: TextModel, prompts: Sequence[Prompt] | None) -> tuple[
 
 
 def _encode(model: TextModel, index: int, prompt: Prompt) -> tuple[int, ...]:
-    given = _encode_text(model, index, prompt) if isinstance(prompt, str) and prompt else prompt
+    given: Sequence[Any] = _encode_text(model, index, prompt) if isinstance(prompt, str) and prompt else prompt
     try:
         ids = tuple(operator.index(token_id) for token_id in given)
     except TypeError as error:

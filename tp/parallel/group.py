@@ -36,6 +36,7 @@ class TensorParallelGroup:
 
     def __init__(self, communicator: Communicator, device: torch.device | str = "cpu") -> None:
         self.communicator = communicator
+        self._made_world = False
         self.device = torch.device(device)
 
     @property
@@ -113,7 +114,8 @@ class TensorParallelGroup:
             bound = _bind_device(device_type, backend)
             if int(os.environ.get("WORLD_SIZE", "1")) == 1:
                 return cls.alone(bound)
-            if not dist.is_initialized():
+            makes_world = not dist.is_initialized()
+            if makes_world:
                 dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s))
         except ValueError as error:
             raise CommunicationError(
@@ -122,7 +124,18 @@ class TensorParallelGroup:
             ) from error
         world = dist.group.WORLD
         assert world is not None
-        return cls.from_process_group(world, bound)
+        group = cls.from_process_group(world, bound)
+        group._made_world = makes_world
+        return group
+
+    def close(self) -> None:
+        """Ends the group, and torch's groups where `from_environment` made them; nothing may be asked of it afterwards.
+
+        A script that leaves gloo's threads running to the end of the interpreter is aborted there now and then.
+        """
+        self.communicator = AloneCommunicator()
+        if self._made_world and dist.is_initialized():
+            dist.destroy_process_group()
 
     def agree(self, action: Callable[[], T]) -> T:
         """Runs `action` on every rank; a typed error on any is raised on all (the lowest such rank's error).
