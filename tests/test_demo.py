@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import tp
-from launch import demo, demo_checkpoint
+from launch import default_model, demo, demo_checkpoint
 from launch.__main__ import main
 from launch.default_model import EMBEDDED, EMBEDDED_PROMPT
 from tp.generation import GenerationOptions
@@ -68,3 +68,22 @@ def test_the_embedded_model_writes_the_same_words_at_every_degree(ranks):
     assert len(new_ids) == 24
     assert text.isascii()
     assert len(set(text.split())) > 5
+
+
+def test_where_no_model_is_named_the_embedded_one_stands_in_for_one_that_cannot_be_fetched(
+    monkeypatch, capsys, tmp_path
+):
+    def obtain(*_: object) -> Path:
+        raise demo_checkpoint.UnavailableError("no index")
+
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(demo_checkpoint, "obtain", obtain)
+    assert main(["generate", "--device", "cpu", "--tp", "1", "--prompt", EMBEDDED_PROMPT, "--max-new-tokens", "3"]) == 0
+    out, err = capsys.readouterr()
+    assert "could not be fetched (no index): the embedded model runs; --model names another." in err
+    assert out.strip()
+
+    kept = tmp_path / "tp-decoder" / demo_checkpoint.FILE_NAME
+    kept.parent.mkdir()
+    kept.touch()
+    assert default_model.fetched_or_embedded() == default_model.kept_or_embedded() == kept

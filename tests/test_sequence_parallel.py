@@ -54,6 +54,26 @@ def test_logits_equal_those_of_the_replicated_stream(ranks, family, num_tokens, 
             assert (a - b).abs().max() <= 1e-5 * b.abs().max()
 
 
+def _bfloat16_logits(group, config, weights):
+    model = parallel_model(config, weights, group, torch.bfloat16)
+    ids = torch.randint(0, config["vocab_size"], (2, 9), generator=torch.Generator().manual_seed(0))
+    results = []
+    for layout in (Replicate, ShardTokens):
+        model.model.choose_layout = layout
+        with torch.no_grad():
+            results.append(model(ids).float())
+    return results
+
+
+@pytest.mark.parametrize("t", [2, 4])
+def test_bfloat16_logits_are_the_same_in_both_layouts(ranks, t):
+    """Both add the same addends in rank order in float32 and round once; 2^-7 is one step of bfloat16."""
+    for replicated, sharded in ranks(t).run(
+        _bfloat16_logits, hub_config("qwen3"), transformers_model("qwen3").state_dict()
+    ):
+        assert (replicated - sharded).abs().max() <= 2**-7 * replicated.abs().max()
+
+
 def _captured(group, config, weights, layout):
     """Every write of a forward, gathered to whole [N, D]."""
     captured = {}
