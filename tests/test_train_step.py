@@ -89,7 +89,7 @@ def alone():
 
 @pytest.mark.parametrize("accumulation", [1, 3])
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("family, t", [("qwen3", 2), ("qwen3", 4), ("llama", 3), ("llama", 4)])
+@pytest.mark.parametrize("family, t", [("qwen3", 2), ("llama", 3), ("qwen3", 4)])
 def test_twenty_adamw_steps_equal_those_of_one_rank(ranks, alone, family, t, layout, accumulation):
     config, weights, expected_losses, expected = alone[family]
     moved = max((expected[name] - weights[name]).abs().max() for name in expected)
