@@ -29,9 +29,8 @@ def finished_gradients(module: nn.Module, layout: Layout) -> Iterator[None]:
     Forward: identity. Backward: one all-reduce of all shared slices of the module, entered by every rank of the
     group, with zeros for what a rank does not hold.
     """
-    owners = [m for m in module.modules() if isinstance(m, ParallelModule)]
-    slices = [(owner, shared) for owner in owners for shared in owner.shared_slices(layout)]
-    if not slices or not torch.is_grad_enabled():
+    slices = _shared_slices(module, layout) if torch.is_grad_enabled() else []  # decode must not walk the modules
+    if not slices:
         yield
         return
     keys = list(dict.fromkeys((owner, shared.name) for owner, shared in slices))
@@ -45,6 +44,11 @@ def finished_gradients(module: nn.Module, layout: Layout) -> Iterator[None]:
     finally:
         for owner, name in keys:
             owner.__dict__.pop(name, None)
+
+
+def _shared_slices(module: nn.Module, layout: Layout) -> list[tuple[ParallelModule, SharedSlice]]:
+    owners = [owner for owner in module.modules() if isinstance(owner, ParallelModule)]
+    return [(owner, shared) for owner in owners for shared in owner.shared_slices(layout)]
 
 
 def _sum_shared_gradients(
