@@ -5,7 +5,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 INSTALLED := .venv/.installed
 
-.PHONY: help venv demo test test-all lint types tests clean
+.PHONY: help venv demo peers test test-all lint types tests clean
 .NOTPARALLEL:
 
 help:
@@ -14,20 +14,27 @@ help:
 	@echo 'make test      lint, types and tests'
 	@echo 'make test-all  the same, with the long tests'
 	@echo 'make lint      ruff alone'
-	@echo 'make clean     removes caches and build output; keeps .venv'
+	@echo 'make peers     environments of the systems that benchmarks compare with, in .peers; takes many minutes'
+	@echo 'make clean     removes caches and build output; keeps .venv and .peers'
 
 venv: $(INSTALLED)
 
 # An environment that works is kept, with its interpreter, and brought up to date.
 # pip learned to install a pyproject.toml in place in 21.3; what is new enough stays as it is.
-$(INSTALLED): pyproject.toml
+# The C++ kernels are built too; without a compiler everything runs, more slowly.
+$(INSTALLED): pyproject.toml $(wildcard tp/native/*.py tp/native/src/*)
 	$(BIN)/python -m pip --version > /dev/null 2>&1 || $(PYTHON) -m venv --clear .venv
 	$(BIN)/python -m pip install --disable-pip-version-check --quiet 'pip>=22'
 	$(BIN)/python -m pip install --disable-pip-version-check --editable '.[dev]'
+	-$(BIN)/python -m tp.native.build
 	touch $@
 
 demo: venv
 	$(BIN)/python -m launch demo
+
+# One that cannot be made does not stop the others; benchmarks list it as a failure, with its reason.
+peers:
+	PYTHON=$(PYTHON) benchmarks/peers/make.sh
 
 test: lint types tests
 

@@ -69,6 +69,12 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
         default="auto",
         help="auto: the checkpoint's own, bfloat16 for GGUF (default)",
     )
+    group.add_argument(
+        "--weights",
+        choices=["plain", "int8"],
+        default="plain",
+        help="int8: rounded to 8 bits after loading, which halves what decode reads; plain: as --dtype says (default)",
+    )
     group.add_argument("--max-context", type=positive, metavar="N", help="most tokens of a sequence, prompt included")
 
 

@@ -22,7 +22,7 @@ from tp.errors import RankFailedError, TensorParallelError
 
 ENTRY = "tp_decoder"
 """Key of our entry in an error file."""
-_LOST_PEER_TYPES = {"DistBackendError", "DistNetworkError", "DistStoreError", "RankFailedError"}
+_LOST_PEER_TYPES = {"DistBackendError", "DistNetworkError", "DistStoreError", "LostPeerError", "RankFailedError"}
 _LOST_PEER_MESSAGES = ("gloo/transport", "Connection closed by peer", "Connection reset by peer", "NCCL error")
 
 

@@ -75,7 +75,7 @@ def run(arguments: argparse.Namespace, group: TensorParallelGroup, terminal: Ter
     has_text = terminal.speaks and model.tokenizer is not None  # other ranks need not load it
     still_read = _follow(stream, arguments, len(prompts), has_text, terminal)
     seconds = time.perf_counter() - began
-    report = _report(arguments.model, model, stream.result(), load_s, seconds)
+    report = _report(arguments, model, stream.result(), load_s, seconds)
     if arguments.json:
         terminal.show(report.json() + "\n")
     elif still_read:
@@ -104,6 +104,7 @@ def generation_options(arguments: argparse.Namespace) -> GenerationOptions:
 def load_model(arguments: argparse.Namespace, group: TensorParallelGroup, terminal: Terminal) -> LanguageModel:
     """The model of the command line, on this rank, with a progress bar where the user can see one."""
     from tp.generation.loading import load
+    from tp.models import prepare_for_inference
 
     with terminal.progress("loading") as progress:
         model = load(
@@ -115,6 +116,8 @@ def load_model(arguments: argparse.Namespace, group: TensorParallelGroup, termin
             progress=progress,
         )
     model.model.choose_layout = layout_rule(arguments.sequence_parallel)
+    if arguments.weights != "plain":
+        prepare_for_inference(model, arguments.weights)
     return model
 
 
@@ -146,16 +149,19 @@ def _follow(
     return True
 
 
-def _report(name: str, model: LanguageModel, result: GenerationResult, load_s: float, seconds: float) -> Report:
+def _report(
+    arguments: argparse.Namespace, model: LanguageModel, result: GenerationResult, load_s: float, seconds: float
+) -> Report:
     from tp.dtypes import dtype_name
 
     group, statistics = model.group, model.group.communicator.statistics
     communication = Communication(statistics.calls, statistics.bytes, statistics.seconds)
     memory = RankMemory.of_this_rank(model, result.kv_bytes)
     return Report(
-        model=name,
+        model=arguments.model,
         tp_size=group.size,
         dtype=dtype_name(model.dtype),
+        weights=arguments.weights,
         device=group.device.type,
         result=result,
         load_s=load_s,

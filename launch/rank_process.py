@@ -125,7 +125,7 @@ def _wait_for_others(failure: Failure, path: Path | None) -> list[Failure]:
 
     An error with a cause of its own is clear at once.
     """
-    patience = TYPED_PATIENCE_S if failure.typed else BYSTANDER_PATIENCE_S if failure.lost_peer else 0.0
+    patience = BYSTANDER_PATIENCE_S if failure.lost_peer else TYPED_PATIENCE_S if failure.typed else 0.0
     deadline = time.monotonic() + patience
     while path is not None:
         noticed = failures.beside(path)

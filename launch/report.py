@@ -53,6 +53,7 @@ class Report:
     model: str
     tp_size: int
     dtype: str
+    weights: str
     device: str
     result: GenerationResult
     load_s: float
@@ -67,6 +68,7 @@ class Report:
             "model": self.model,
             "tp_size": self.tp_size,
             "dtype": self.dtype,
+            "weights": self.weights,
             "device": self.device,
             "sequences": [
                 {
@@ -107,7 +109,8 @@ class Report:
 
     def _title(self) -> str:
         ranks = "1 rank" if self.tp_size == 1 else f"{self.tp_size} ranks"
-        return f"{self.model}, {ranks}, {self.dtype} on {self.device}"
+        numbers = self.dtype if self.weights == "plain" else f"{self.dtype} with {self.weights} weights"
+        return f"{self.model}, {ranks}, {numbers} on {self.device}"
 
     def _rows(self) -> list[tuple[str, str]]:
         timings, spent = self.result.timings, self.communication

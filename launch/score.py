@@ -53,20 +53,21 @@ def run(arguments: argparse.Namespace, group: TensorParallelGroup, terminal: Ter
     scored = score(model, text)
     if not terminal.speaks:
         return
-    show = _json if arguments.json else _lines
+    shown = _json(arguments, model, scored) if arguments.json else _lines(arguments.model, model, scored)
     try:
-        terminal.show(show(arguments.model, model, scored))
+        terminal.show(shown)
     except BrokenPipeError:
         terminal.abandon()
 
 
-def _json(name: str, model: LanguageModel, scored: Score) -> str:
+def _json(arguments: argparse.Namespace, model: LanguageModel, scored: Score) -> str:
     from tp.dtypes import dtype_name
 
     content = {
-        "model": name,
+        "model": arguments.model,
         "tp_size": model.group.size,
         "dtype": dtype_name(model.dtype),
+        "weights": arguments.weights,
         "device": model.group.device.type,
         "token_ids": scored.token_ids,
         "tokens": _tokens(model, scored),

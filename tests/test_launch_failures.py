@@ -10,7 +10,7 @@ import pytest
 
 from launch import failures
 from launch.failures import Failure
-from tp.errors import CheckpointError, CommunicationError, RankFailedError
+from tp.errors import CheckpointError, CommunicationError, LostPeerError, RankFailedError
 
 
 def raised(rank: int, error: BaseException, when: float = 0.0) -> Failure:
@@ -40,6 +40,8 @@ def wrapped(error: BaseException) -> BaseException:
         ([raised(0, wrapped(lost_peer()), 1.0), Failure(2, status=-signal.SIGKILL)], 2),
         ([raised(0, RankFailedError("rank 1 raised"), 1.0), raised(1, ValueError("cause"), 2.0)], 1),
         ([raised(0, lost_peer(), 2.0), raised(1, lost_peer(), 1.0)], 1),
+        ([raised(0, LostPeerError("rank 1 ended"), 1.0), Failure(1, status=-signal.SIGKILL)], 1),
+        ([raised(0, LostPeerError("rank 1 ended"), 1.0), raised(1, CommunicationError("cause"), 2.0)], 1),
         ([Failure(1, status=-signal.SIGKILL), Failure(0, status=-signal.SIGTERM)], 1),
         ([Failure(2, status=-signal.SIGTERM), Failure(0, status=-signal.SIGTERM)], 2),
         ([Failure(0, status=3), Failure(1, status=-signal.SIGTERM)], 0),

@@ -50,6 +50,7 @@ def report(tp_size: int = 2) -> Report:
         model="m",
         tp_size=tp_size,
         dtype="float32",
+        weights="plain",
         device="cpu",
         result=GenerationResult((sequence,), Timings(0.25, 0.05, 20.0), 2000),
         load_s=1.5,
@@ -64,6 +65,7 @@ def test_the_json_object() -> None:
         "model": "m",
         "tp_size": 2,
         "dtype": "float32",
+        "weights": "plain",
         "device": "cpu",
         "sequences": [
             {

@@ -39,10 +39,18 @@ class LayoutError(TensorParallelError, TypeError):
     """A tensor in one shard layout was given to something that needs another."""
 
 
+class AutogradError(TensorParallelError, RuntimeError):
+    """An operation that overwrites its operands was asked for where gradients need the old values."""
+
+
 class CommunicationError(TensorParallelError):
     """Ranks that cannot form a group, or whose collectives do not match."""
 
     exit_code = 6
+
+
+class LostPeerError(CommunicationError):
+    """A collective cannot end: a peer's process has ended, or has left the group, or does not come in time."""
 
 
 class RankFailedError(TensorParallelError):
@@ -55,6 +63,12 @@ class NumericalError(TensorParallelError, ArithmeticError):
     """A loss or logits that are not finite: the run ends before they spread."""
 
     exit_code = 8
+
+
+class BuildError(TensorParallelError):
+    """The C++ kernels cannot be built: no compiler, or one that fails."""
+
+    exit_code = 9
 
 
 def first_line(error: BaseException) -> str:

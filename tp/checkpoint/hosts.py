@@ -2,19 +2,10 @@
 
 from __future__ import annotations
 
-import socket
-from pathlib import Path
-
 from tp.parallel.group import TensorParallelGroup
+from tp.parallel.hosts import this_host
 
-
-def this_host() -> str:
-    """What tells this machine from others: its name, and on Linux the id of its boot, since names repeat."""
-    boot_id = Path("/proc/sys/kernel/random/boot_id")
-    try:
-        return f"{socket.gethostname()} {boot_id.read_text().strip()}"
-    except OSError:
-        return socket.gethostname()
+__all__ = ["ranks_on_this_host", "this_host"]
 
 
 def ranks_on_this_host(group: TensorParallelGroup) -> list[int]:

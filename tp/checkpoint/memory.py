@@ -31,8 +31,8 @@ class MemoryBudget:
 
 
 def weight_bytes(model: nn.Module) -> int:
-    """Bytes of a rank's parameters, tied ones once. The model may be on the meta device."""
-    return sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
+    """Bytes of a rank's weights, tied ones once. The model may be on the meta device."""
+    return sum(weight.nbytes for weight in (*model.parameters(), *model.buffers()))
 
 
 def check_fits(

@@ -9,6 +9,7 @@ import torch
 
 from tp.errors import RankFailedError
 from tp.generation.decisions import Decision, share
+from tp.generation.decode_graphs import DecodeGraphs, supports_decode_graphs
 from tp.generation.incremental_text import incremental_texts
 from tp.generation.request import Request
 from tp.generation.results import GeneratedSequence, GenerationResult, Timings, TokenEvent
@@ -46,9 +47,12 @@ class GenerationSession:
         self._states = [SequenceState(index, prompt) for index, prompt in enumerate(request.prompts)]
         self._scheduler = Scheduler(self._states, request.num_slots, options.prefill_chunk)
         self._sampler = Sampler(options, self._end_ids, model.config.vocab_size)
+        captures = supports_decode_graphs(model)
+        num_slots = request.num_slots + (1 if captures else 0)
         self._cache: KVCache | None = KVCache(
-            model.config, self._group, request.num_slots, request.capacity, dtype=model.dtype, device=self._group.device
+            model.config, self._group, num_slots, request.capacity, dtype=model.dtype, device=self._group.device
         )
+        self._graphs = DecodeGraphs(model, self._cache) if captures else None
         self._kv_bytes = self._cache.nbytes
         self._texts = self._make_texts(request) if self._group.rank == 0 else []
         self._on_token = on_token
@@ -114,7 +118,10 @@ class GenerationSession:
         if not rows:
             self._model.residual_stream(step, self._cache)
             return None
-        logits = self._model.next_token_logits(step, self._cache)
+        if self._graphs is not None and step.decodes:
+            logits = self._graphs.next_token_logits(step)
+        else:
+            logits = self._model.next_token_logits(step, self._cache)
         if len(rows) == len(pieces):
             return logits
         return ShardedLogits(logits.local[rows], logits.group, logits.vocab_size)
@@ -145,7 +152,7 @@ class GenerationSession:
         self._scheduler.done(pieces)
         self.finished = decision.cancelled or decision.error is not None or not self._scheduler.unfinished
         if self.finished:
-            self._cache = None
+            self._cache = self._graphs = None
         if decision.error is not None:
             raise failure if failure is not None else RankFailedError(decision.error)
 

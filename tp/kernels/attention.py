@@ -11,6 +11,7 @@ from torch.nn import functional
 
 from tp.kernels.dropout import keep_mask
 from tp.kernels.statistics import statistics_dtype
+from tp.kernels.widening import widens
 from tp.parallel.partition import HeadRun
 
 
@@ -60,6 +61,8 @@ def causal_attention(
         window: how many last positions (the own included) a token sees; None = all.
         dropout: of attention weights, in training.
     """
+    if widens(q_HTd):
+        return causal_attention(q_HTd.float(), k_HSd.float(), v_HSd.float(), runs, window, dropout).to(q_HTd.dtype)
     num_queries, num_keys = q_HTd.shape[1], k_HSd.shape[1]
     first_key = 0 if window is None else max(0, num_keys - num_queries - window + 1)
     k_HSd, v_HSd = k_HSd[:, first_key:], v_HSd[:, first_key:]

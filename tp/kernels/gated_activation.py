@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from tp.kernels.triton.use import uses_triton
+
 ACTIVATION_FUNCTIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
     "silu": functional.silu,
     "gelu": functional.gelu,
@@ -22,6 +24,7 @@ def activation_and_mul(gate_up: Tensor, activation: str) -> Tensor:
     """y = f(gate) · up, f(gate) rounded to the dtype before the product.
 
     Backward: dgate = dy · up · f′(gate), dup = dy · f(gate). Only gate_up is saved; f(gate) is computed again.
+    SiLU on CUDA is a Triton kernel, both ways; it differs from the plain form where the exponential does.
 
     Args:
         gate_up: [..., 2·I], gate in the first half, up in the second.
@@ -33,8 +36,44 @@ def activation_and_mul(gate_up: Tensor, activation: str) -> Tensor:
     if torch.is_grad_enabled() and gate_up.requires_grad:
         y: Tensor = _ActivationAndMul.apply(gate_up, activation)  # type: ignore[no-untyped-call]
         return y
+    return _forward(gate_up, activation)
+
+
+def silu_and_mul(gate_up: Tensor) -> Tensor:
+    """SiLU(gate) · up: `activation_and_mul` with the activation of most models."""
+    return activation_and_mul(gate_up, "silu")
+
+
+def plain_activation_and_mul(gate_up: Tensor, activation: str) -> Tensor:
+    """`activation_and_mul` in torch operations."""
     gate, up = gate_up.chunk(2, dim=-1)
     return ACTIVATION_FUNCTIONS[activation](gate) * up
+
+
+def plain_activation_and_mul_backward(dy: Tensor, gate_up: Tensor, activation: str) -> Tensor:
+    """[..., 2·I]: the gradient of gate_up in torch operations."""
+    gate, up = gate_up.chunk(2, dim=-1)
+    with torch.enable_grad():
+        gate = gate.detach().requires_grad_()
+        activated = ACTIVATION_FUNCTIONS[activation](gate)
+    (d_gate,) = torch.autograd.grad(activated, gate, dy * up)
+    return torch.cat([d_gate, dy * activated.detach()], dim=-1)
+
+
+def _forward(gate_up: Tensor, activation: str) -> Tensor:
+    if activation != "silu" or not uses_triton("silu_and_mul", gate_up):
+        return plain_activation_and_mul(gate_up, activation)
+    from tp.kernels.triton.silu_and_mul import silu_and_mul_forward
+
+    return silu_and_mul_forward(gate_up)
+
+
+def _backward(dy: Tensor, gate_up: Tensor, activation: str) -> Tensor:
+    if activation != "silu" or not uses_triton("silu_and_mul", gate_up):
+        return plain_activation_and_mul_backward(dy, gate_up, activation)
+    from tp.kernels.triton.silu_and_mul import silu_and_mul_backward
+
+    return silu_and_mul_backward(dy, gate_up)
 
 
 class _ActivationAndMul(torch.autograd.Function):
@@ -42,14 +81,8 @@ class _ActivationAndMul(torch.autograd.Function):
     def forward(ctx: Any, gate_up: Tensor, activation: str) -> Tensor:
         ctx.save_for_backward(gate_up)
         ctx.activation = activation
-        gate, up = gate_up.chunk(2, dim=-1)
-        return ACTIVATION_FUNCTIONS[activation](gate) * up
+        return _forward(gate_up, activation)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
-        gate, up = ctx.saved_tensors[0].chunk(2, dim=-1)
-        with torch.enable_grad():
-            gate = gate.detach().requires_grad_()
-            activated = ACTIVATION_FUNCTIONS[ctx.activation](gate)
-        (d_gate,) = torch.autograd.grad(activated, gate, dy * up)
-        return torch.cat([d_gate, dy * activated.detach()], dim=-1), None
+        return _backward(dy, ctx.saved_tensors[0], ctx.activation), None

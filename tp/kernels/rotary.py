@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
+
+from tp.kernels.triton.use import uses_triton
 
 
 def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -15,3 +19,41 @@ def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """
     first, second = x.chunk(2, dim=-1)
     return x * cos + torch.cat([-second, first], dim=-1) * sin
+
+
+def rotate_queries_and_keys(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    """`apply_rotary` of both, in one launch on CUDA.
+
+    Backward: the same rotation by the opposite angle, with as many roundings. With halves x₁, x₂ of a head,
+    y₁ = x₁c₁ − x₂s₁ and y₂ = x₂c₂ + x₁s₂, so that dx₁ = dy₁c₁ + dy₂s₂ and dx₂ = dy₂c₂ − dy₁s₁: what the forward
+    makes of dy where sin is −(s₂ | s₁). cos and sin get no gradient.
+
+    Args:
+        q, k: [N, H, d] and [N, H', d] of one dtype, possibly views of one fused tensor; only read.
+        cos, sin: [N, 1, d] in their dtype.
+    """
+    if not uses_triton("rotary", q):
+        return apply_rotary(q, cos, sin), apply_rotary(k, cos, sin)
+    if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad):
+        rotated: tuple[Tensor, Tensor] = _Rotation.apply(q, k, cos, sin)  # type: ignore[no-untyped-call]
+        return rotated
+    return _rotate(q, k, cos, sin)
+
+
+def _rotate(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    from tp.kernels.triton.rotary import rotate
+
+    return rotate(q, k, cos, sin)
+
+
+class _Rotation(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+        ctx.save_for_backward(cos, sin)
+        return _rotate(q, k, cos, sin)
+
+    @staticmethod
+    def backward(ctx: Any, d_q: Tensor, d_k: Tensor) -> tuple[Tensor, Tensor, None, None]:
+        cos, sin = ctx.saved_tensors
+        opposite = -sin.roll(sin.shape[-1] // 2, dims=-1)
+        return *_rotate(d_q, d_k, cos, opposite), None, None

@@ -7,7 +7,9 @@ from torch import Tensor, nn
 
 from tp.config import ModelConfig
 from tp.kernels.attention import AttentionDropout, causal_attention
-from tp.kernels.rotary import apply_rotary
+from tp.kernels.cache_attention import QueryGroups
+from tp.kernels.decode_attention import decode_attention, has_decode_attention
+from tp.kernels.rotary import rotate_queries_and_keys
 from tp.layers.handles import Normed, Partial
 from tp.layers.kv_cache import LayerCache
 from tp.layers.linear import FeatureShares, QKVParallelLinear, RowParallelLinear
@@ -42,6 +44,7 @@ class GroupedQueryAttention(nn.Module):
         self.dropout_probability = config.attention_dropout
         self.first_head = query_head_ranges(heads, group.size)[group.rank].start
         self.runs = uniform_runs(heads, kv_heads, group.size, group.rank)
+        self._query_groups: QueryGroups | None = None
         self.qkv_proj = QKVParallelLinear(
             config.hidden_size, head_dim, heads, kv_heads, group, bias=config.qkv_bias, dtype=dtype, device=device
         )
@@ -73,14 +76,31 @@ class GroupedQueryAttention(nn.Module):
         q_NHd, k_NHd, v_NHd = fused.split([size // self.head_dim for size in self.qkv_proj.local_sizes], dim=1)
         if self.q_norm is not None and self.k_norm is not None:
             q_NHd, k_NHd = self.q_norm(q_NHd), self.k_norm(k_NHd)
-        if torch.is_grad_enabled():
-            v_NHd = v_NHd.contiguous()  # a view would keep the fused q|k|v alive until the backward
-        q_NHd, k_NHd = apply_rotary(q_NHd, *rotary), apply_rotary(k_NHd, *rotary)
-        partial_sum: Partial = self.o_proj(self._attend(q_NHd, k_NHd, v_NHd, step, cache).flatten(1))
+        if cache is not None and self._decodes(step, q_NHd):
+            z_NHd = decode_attention(
+                q_NHd, k_NHd, v_NHd, rotary, (cache.key, cache.value), step.slots, step.starts,
+                self._groups(q_NHd.device), self.window,
+            )  # fmt: skip
+        else:
+            q_NHd, k_NHd = rotate_queries_and_keys(q_NHd, k_NHd, *rotary)
+            z_NHd = self._attend(q_NHd, k_NHd, v_NHd, step, cache)
+        partial_sum: Partial = self.o_proj(z_NHd.flatten(1))
         return partial_sum
+
+    def _groups(self, device: torch.device) -> QueryGroups:
+        """The query heads of each of this rank's KV heads, with their bounds on the device."""
+        if self._query_groups is None or self._query_groups.bounds.device != device:
+            self._query_groups = QueryGroups.of_runs(self.runs, device)
+        return self._query_groups
+
+    def _decodes(self, step: Step, q_NHd: Tensor) -> bool:
+        """Whether the kernel for decode steps serves this one."""
+        return step.decodes and not torch.is_grad_enabled() and has_decode_attention(q_NHd.dtype, q_NHd.device)
 
     def _attend(self, q_NHd: Tensor, k_NHd: Tensor, v_NHd: Tensor, step: Step, cache: LayerCache | None) -> Tensor:
         """Each sequence of the step to itself and to its cached tokens; [N, H, d]."""
+        if torch.is_grad_enabled():
+            v_NHd = v_NHd.contiguous()  # a view would keep the fused q|k|v alive until the backward
         outputs = []
         for piece, rows in zip(step.sequences, step.rows(), strict=True):
             q_HTd, k_HTd, v_HTd = (x[rows.start : rows.stop].transpose(0, 1) for x in (q_NHd, k_NHd, v_NHd))

@@ -5,9 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from torch import Tensor
-from torch.nn import functional
 
 from tp.errors import LayoutError
+from tp.kernels.int8_weight import Int8Weight
+from tp.kernels.linear import linear
 from tp.layers.layout import Layout
 from tp.parallel.group import TensorParallelGroup
 from tp.parallel.mappings import copy_to_tensor_parallel_region, reduce_from_tensor_parallel_region
@@ -59,11 +60,13 @@ class Normed:
         return self.layout.replicated(self.local)
 
 
-def column_linear(x: Tensor | Normed, weight: Tensor, bias: Tensor | None, group: TensorParallelGroup) -> Tensor:
-    """x Wᵀ + b of a column-parallel linear; arguments and errors as `column_parallel_input`."""
+def column_linear(
+    x: Tensor | Normed, weight: Tensor | Int8Weight, bias: Tensor | None, group: TensorParallelGroup
+) -> Tensor:
+    """x Wᵀ + b of a column-parallel linear; errors as `column_parallel_input`."""
     if isinstance(x, Normed):
         return x.layout.column_linear(x.local, weight, bias)
-    return functional.linear(column_parallel_input(x, group), weight, bias)
+    return linear(column_parallel_input(x, group), weight, bias)
 
 
 def column_parallel_input(x: Tensor | Normed, group: TensorParallelGroup) -> Tensor:

@@ -8,8 +8,10 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
+from tp.kernels.int8_weight import Int8Weight
+from tp.kernels.linear import linear
+from tp.kernels.reduce_add_rms_norm import reduce_add_rms_norm, reduce_scatter_add_rms_norm
 from tp.parallel.group import TensorParallelGroup
 from tp.parallel.mappings import (
     copy_to_tensor_parallel_region,
@@ -44,11 +46,17 @@ class Layout(ABC):
         """Every rank's partial sum [N, D] → this layout's share of their sum."""
 
     @abstractmethod
+    def combine_add_norm(
+        self, partial_sum: Tensor, bias: Tensor | None, base: Tensor | None, weight: Tensor, eps: float
+    ) -> tuple[Tensor, Tensor]:
+        """x = base + (`combine(partial_sum)` + bias) and RMSNorm(x) · weight, as one operation, without gradients."""
+
+    @abstractmethod
     def whole(self, local: Tensor) -> Tensor:
         """This layout's share → [N, D] for column-parallel linears, whose input gradients are partial sums."""
 
     @abstractmethod
-    def column_linear(self, local: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    def column_linear(self, local: Tensor, weight: Tensor | Int8Weight, bias: Tensor | None) -> Tensor:
         """`whole(local)` · Wᵀ + b, where the layout may join its gather to the matmul."""
 
     @abstractmethod
@@ -71,11 +79,16 @@ class Replicate(Layout):
     def combine(self, partial_sum: Tensor) -> Tensor:
         return reduce_from_tensor_parallel_region(partial_sum, self.group)
 
+    def combine_add_norm(
+        self, partial_sum: Tensor, bias: Tensor | None, base: Tensor | None, weight: Tensor, eps: float
+    ) -> tuple[Tensor, Tensor]:
+        return reduce_add_rms_norm(self.group.communicator, partial_sum, bias, base, weight, eps)
+
     def whole(self, local: Tensor) -> Tensor:
         return copy_to_tensor_parallel_region(local, self.group)
 
-    def column_linear(self, local: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        return functional.linear(self.whole(local), weight, bias)
+    def column_linear(self, local: Tensor, weight: Tensor | Int8Weight, bias: Tensor | None) -> Tensor:
+        return linear(self.whole(local), weight, bias)
 
     def replicated(self, local: Tensor) -> Tensor:
         return local
@@ -110,10 +123,18 @@ class ShardTokens(Layout):
     def combine(self, partial_sum: Tensor) -> Tensor:
         return reduce_scatter_to_sequence_parallel_region(partial_sum, self.group, self.sizes)
 
+    def combine_add_norm(
+        self, partial_sum: Tensor, bias: Tensor | None, base: Tensor | None, weight: Tensor, eps: float
+    ) -> tuple[Tensor, Tensor]:
+        communicator = self.group.communicator
+        return reduce_scatter_add_rms_norm(communicator, partial_sum, bias, base, weight, eps, self.sizes)
+
     def whole(self, local: Tensor) -> Tensor:
         return gather_from_sequence_parallel_region(local, self.group, self.sizes)
 
-    def column_linear(self, local: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    def column_linear(self, local: Tensor, weight: Tensor | Int8Weight, bias: Tensor | None) -> Tensor:
+        if isinstance(weight, Int8Weight) or not torch.is_grad_enabled():
+            return linear(self.whole(local), weight, bias)
         return gathered_linear(local, weight, bias, self.group, self.sizes)
 
     def replicated(self, local: Tensor) -> Tensor:

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
+from tp.kernels.linear import linear
 from tp.layers.handles import Normed, Partial, column_linear, row_parallel_input
 from tp.layers.layout import Layout
 from tp.layers.parameter import ParallelModule, SharedSlice, replicated_parts
@@ -211,4 +211,4 @@ class RowParallelLinear(ParallelModule):
         Raises:
             LayoutError: `x` is a handle of the stream, or a partial sum.
         """
-        return Partial(functional.linear(row_parallel_input(x), self.weight), self.group, self.bias)
+        return Partial(linear(row_parallel_input(x), self.weight), self.group, self.bias)

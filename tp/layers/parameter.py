@@ -7,6 +7,8 @@ from dataclasses import dataclass, replace
 
 from torch import Tensor, nn
 
+from tp.errors import RequestError
+from tp.kernels.int8_weight import Int8Weight
 from tp.layers.layout import Layout
 from tp.parallel.group import TensorParallelGroup
 from tp.parallel.partition import Part
@@ -64,10 +66,13 @@ def named_parts(model: nn.Module) -> Iterator[NamedParameter]:
     A part named "" takes its module's own path; a part named "k_proj" in module "a.qkv_proj" becomes "a.k_proj".
 
     Raises:
+        RequestError: the model was prepared for inference.
         TypeError: a parameter of a module that is no `ParallelModule`, so nobody knows which slice it is.
     """
     seen: set[int] = set()
     for module_path, module in model.named_modules():
+        if isinstance(module, Int8Weight):
+            raise RequestError(f"{module_path} is int8, for inference only: load the model again to train or save it")
         for name, parameter in module.named_parameters(recurse=False):
             if id(parameter) in seen:
                 continue

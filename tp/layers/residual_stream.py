@@ -12,11 +12,13 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from tp.errors import LayoutError
 from tp.layers.handles import Normed, Partial
 from tp.layers.layout import Layout, Replicate
+from tp.layers.norm import RMSNorm
 
 
 class Site(NamedTuple):
@@ -63,9 +65,18 @@ class ResidualStream:
             raise LayoutError(f"{site}: {partial.value.shape[0]} rows written to {self.layout.num_tokens} tokens")
         self.pending.append((partial, site))
 
-    def read(self, norm: Callable[[Tensor], Tensor]) -> Normed:
-        """Norm(x) of the settled state x, in the stream's layout."""
-        return Normed(norm(self.settle()), self.layout)
+    def read(self, norm: RMSNorm) -> Normed:
+        """Norm(x) of the settled state x, in the stream's layout.
+
+        Without gradients and taps, the last write's reduction, its add and the norm are one operation.
+        """
+        if not self.pending or self.tap is not None or torch.is_grad_enabled():
+            return Normed(norm(self.settle()), self.layout)
+        partial, _ = self.pending.pop()
+        if self.pending:
+            self.settle()
+        self.base, normed = self.layout.combine_add_norm(partial.value, partial.bias, self.base, norm.weight, norm.eps)
+        return Normed(normed, self.layout)
 
     def settle(self) -> Tensor:
         """Combines and adds everything pending; returns this layout's share of the state."""

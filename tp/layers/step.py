@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from dataclasses import dataclass
 
@@ -56,8 +57,25 @@ class Step:
     def num_tokens(self) -> int:
         return len(self.token_ids)
 
+    @property
+    def decodes(self) -> bool:
+        """Whether every sequence has one token in this step."""
+        return len(self.sequences) == self.num_tokens
+
+    @functools.cached_property
+    def slots(self) -> Tensor:
+        """[B] int64: the row of the cache of each sequence."""
+        return torch.tensor([piece.slot for piece in self.sequences], device=self.token_ids.device)
+
+    @functools.cached_property
+    def starts(self) -> Tensor:
+        """[B] int64: the tokens of each sequence that are in the cache already."""
+        return torch.tensor([piece.start for piece in self.sequences], device=self.token_ids.device)
+
     def positions(self) -> Tensor:
         """[N] int64: each token's position in its own sequence."""
+        if self.decodes:
+            return self.starts
         device = self.token_ids.device
         return torch.cat([torch.arange(s.start, s.start + s.length, device=device) for s in self.sequences])
 
@@ -70,7 +88,16 @@ class Step:
 
     def last_rows(self) -> Tensor:
         """[B] int64: the row of each sequence's last token."""
+        if self.decodes:
+            return torch.arange(self.num_tokens, device=self.token_ids.device)
         return torch.tensor([rows.stop - 1 for rows in self.rows()], device=self.token_ids.device)
+
+    @classmethod
+    def of_decode(cls, token_ids: Tensor, slots: Tensor, starts: Tensor) -> Step:
+        """One token of each of B sequences whose slots and starts only the device knows, all [B] int64."""
+        step = cls(token_ids, tuple(SequenceSlice(1) for _ in range(len(token_ids))))
+        step.__dict__.update(slots=slots, starts=starts)
+        return step
 
     @classmethod
     def from_padded(cls, input_ids: Tensor, mask: Tensor) -> Step:

@@ -3,5 +3,6 @@
 from tp.models.causal_lm import CausalLM
 from tp.models.decoder import Decoder, DecoderLayer
 from tp.models.initialisation import initialise_parameters
+from tp.models.prepare import prepare_for_inference
 
-__all__ = ["CausalLM", "Decoder", "DecoderLayer", "initialise_parameters"]
+__all__ = ["CausalLM", "Decoder", "DecoderLayer", "initialise_parameters", "prepare_for_inference"]

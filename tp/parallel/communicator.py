@@ -11,7 +11,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -19,6 +19,8 @@ from torch import Tensor
 
 from tp.errors import CommunicationError
 from tp.parallel.partition import chunk_ranges
+
+R = TypeVar("R")
 
 ONE_SHOT_BYTES = 64 * 1024
 """Up to this size an all-reduce exchanges whole addends (one step); above, chunks (two steps)."""
@@ -36,6 +38,8 @@ class CommunicationStatistics:
             got back (all_gather).
         seconds: time inside collectives on this rank, waiting for peers included. On CUDA it is the time
             between events around the collective on its stream. Asking for it waits for the collectives begun so far.
+
+    A collective that a CUDA graph captures is counted there once, and not timed; replays are not seen.
     """
 
     calls: int = 0
@@ -79,7 +83,7 @@ class Communicator(ABC):
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
         """Sum over ranks of equally shaped tensors; the result has the tensor's dtype."""
-        return self._timed(tensor.nbytes, tensor.device, lambda: self._all_reduce(tensor))
+        return self._timed(tensor.nbytes, tensor, self._all_reduce)
 
     def all_gather(self, tensor: Tensor, sizes: Sequence[int]) -> Tensor:
         """Concatenation, in rank order along dim 0, of every rank's tensor.
@@ -90,20 +94,23 @@ class Communicator(ABC):
         """
         self._check_rows(tensor.shape[0], sizes[self.rank], "all_gather")
         nbytes = sum(sizes) * tensor.shape[1:].numel() * tensor.element_size()
-        return self._timed(nbytes, tensor.device, lambda: self._all_gather(tensor, sizes))
+        return self._timed(nbytes, tensor, self._all_gather, sizes)
 
     def reduce_scatter(self, tensor: Tensor, sizes: Sequence[int]) -> Tensor:
         """Sum over ranks of [sum(sizes), ...], of which this rank keeps its sizes[rank] rows."""
         self._check_rows(tensor.shape[0], sum(sizes), "reduce_scatter")
-        return self._timed(tensor.nbytes, tensor.device, lambda: self._reduce_scatter(tensor, sizes))
+        return self._timed(tensor.nbytes, tensor, self._reduce_scatter, sizes)
 
     def broadcast(self, tensor: Tensor, source: int = 0) -> Tensor:
         """The tensor of rank `source`; on the other ranks `tensor` gives shape, dtype and device."""
-        return self._timed(tensor.nbytes, tensor.device, lambda: self._broadcast(tensor, source))
+        return self._timed(tensor.nbytes, tensor, self._broadcast, source)
 
     @abstractmethod
     def all_gather_object(self, value: Any) -> list[Any]:
         """Every rank's (picklable) value, in rank order. For set-up and errors, not for steps."""
+
+    def close(self) -> None:  # noqa: B027  most have nothing to give back
+        """Gives back what the communicator holds; no collective can be asked of it afterwards."""
 
     @abstractmethod
     def _all_reduce(self, tensor: Tensor) -> Tensor: ...
@@ -121,18 +128,21 @@ class Communicator(ABC):
         if rows != expected:
             raise CommunicationError(f"{operation} on rank {self.rank}: tensor has {rows} rows, sizes say {expected}")
 
-    def _timed(self, nbytes: int, device: torch.device, collective: Callable[[], Tensor]) -> Tensor:
+    def _timed(self, nbytes: int, tensor: Tensor, collective: Callable[..., R], *arguments: Any) -> R:
+        """`collective(tensor, *arguments)`, counted."""
         self.statistics.calls += 1
         self.statistics.bytes += nbytes
-        if device.type == "cuda":
+        if is_being_captured(tensor):
+            return collective(tensor, *arguments)
+        if tensor.is_cuda:
             start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             start.record()
-            result = collective()
+            result = collective(tensor, *arguments)
             end.record()
             self.statistics.add_cuda_events(start, end)
             return result
         began = time.perf_counter()
-        result = collective()
+        result = collective(tensor, *arguments)
         self.statistics.add_seconds(time.perf_counter() - began)
         return result
 
@@ -146,8 +156,8 @@ class AloneCommunicator(Communicator):
     def all_gather_object(self, value: Any) -> list[Any]:
         return [value]
 
-    def _timed(self, nbytes: int, device: torch.device, collective: Callable[[], Tensor]) -> Tensor:
-        return collective()
+    def _timed(self, nbytes: int, tensor: Tensor, collective: Callable[..., R], *arguments: Any) -> R:
+        return collective(tensor, *arguments)
 
     def _all_reduce(self, tensor: Tensor) -> Tensor:
         return tensor
@@ -241,6 +251,11 @@ class NativeCommunicator(ProcessGroupCommunicator):
         reduced = padded.new_empty((longest, *tensor.shape[1:]))
         dist.reduce_scatter_tensor(reduced, padded, group=self.process_group)
         return reduced[: sizes[self.rank]]
+
+
+def is_being_captured(tensor: Tensor) -> bool:
+    """Whether what is done with the tensor goes into a CUDA graph, where events have no times."""
+    return tensor.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
 def sum_in_rank_order(addends: Sequence[Tensor]) -> Tensor:

@@ -17,6 +17,7 @@ from tp.parallel.communicator import (
     NativeCommunicator,
     OrderedCommunicator,
 )
+from tp.parallel.shared_memory import host_or_gloo
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -66,6 +67,8 @@ class TensorParallelGroup:
     ) -> TensorParallelGroup:
         """The group of an existing torch process group, NCCL or gloo.
 
+        Every member calls it, at the same time: CPU ranks of one host arrange for memory that they share.
+
         Args:
             device: this rank's device; by default the current CUDA device under NCCL, else the CPU.
 
@@ -82,7 +85,9 @@ class TensorParallelGroup:
             device = device or torch.device("cuda", torch.cuda.current_device())
             return cls(NativeCommunicator(process_group), device)
         if backend == "gloo":
-            return cls(OrderedCommunicator(process_group), device or "cpu")
+            on_cpu = torch.device(device or "cpu").type == "cpu"
+            over = host_or_gloo if on_cpu else OrderedCommunicator
+            return cls(over(process_group), device or "cpu")
         raise CommunicationError(f"backend {backend!r} is not supported: use nccl or gloo")
 
     @classmethod
@@ -133,6 +138,7 @@ class TensorParallelGroup:
 
         A script that leaves gloo's threads running to the end of the interpreter is aborted there now and then.
         """
+        self.communicator.close()
         self.communicator = AloneCommunicator()
         if self._made_world and dist.is_initialized():
             dist.destroy_process_group()

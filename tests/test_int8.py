@@ -1,0 +1,80 @@
+"""int8 weights: the same integers at every degree, the arithmetic of the rounded weights, and what is refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from pool import RankPool
+from tiny_models import TINY_CONFIGS, hub_config, parallel_model, transformers_model
+from torch import Tensor
+
+from tp.checkpoint import save_checkpoint
+from tp.errors import ConfigError, RequestError
+from tp.kernels.int8_weight import Int8Weight
+from tp.kernels.linear import MOST_NATIVE_ROWS, linear
+from tp.models import prepare_for_inference
+from tp.parallel import TensorParallelGroup
+
+
+def random(*sizes: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.randn(sizes, generator=torch.Generator().manual_seed(sum(sizes))).to(dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("rows", [1, 2, 7, MOST_NATIVE_ROWS, MOST_NATIVE_ROWS + 1])
+def test_linear_computes_with_the_rounded_weight(rows: int, dtype: torch.dtype) -> None:
+    weight, bias = random(9, 77, dtype=dtype), random(9, dtype=dtype)
+    weight[4] = 0
+    int8 = Int8Weight(weight, weight.abs().amax(1))
+    assert (int8.values.abs().amax(1)[torch.arange(9) != 4] == 127).all()
+    rounded = int8.values.double() * int8.scales.double().unsqueeze(1)
+    assert ((rounded - weight.double()).abs() <= int8.scales.double().unsqueeze(1) * 0.5001).all()
+    x = random(rows, 77, dtype=dtype)
+    exact = x.double() @ rounded.t() + bias.double()
+    torch.testing.assert_close(linear(x, int8, bias), exact.to(dtype))
+    assert torch.equal(int8.rows(torch.tensor([3, 0])), rounded[[3, 0]].to(dtype))
+
+
+def logits_and_integers(
+    group: TensorParallelGroup, config: dict[str, Any], weights: dict[str, Tensor]
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Logits with int8 weights, and the integers of a row-parallel and a column-parallel weight, gathered."""
+    model = parallel_model(config, weights, group)
+    prepare_for_inference(model, "int8")
+    layer = model.model.layers[0]
+    down, head = layer.mlp.down_proj.weight.values, model.lm_head.weight.values
+    gather = group.communicator.all_gather_object
+    with torch.no_grad():
+        logits = model(torch.arange(11).reshape(1, 11))
+    return logits, torch.cat(gather(down), dim=1), torch.cat(gather(head))[: model.config.vocab_size]
+
+
+@pytest.mark.parametrize("family", sorted(TINY_CONFIGS))
+def test_integers_and_logits_are_the_same_at_every_degree(ranks: RankPool, family: str) -> None:
+    original = transformers_model(family)
+    arguments = hub_config(family), original.state_dict()
+    expected = ranks(1).run(logits_and_integers, *arguments)[0]
+    with torch.no_grad():
+        reference = original(torch.arange(11).reshape(1, 11)).logits
+    assert (expected[0] - reference).abs().max() < 0.05 * reference.abs().max()
+    for tp_size in (2, 3):
+        for logits, down, head in ranks(tp_size).run(logits_and_integers, *arguments):
+            torch.testing.assert_close(logits, expected[0], atol=1e-4, rtol=0)
+            assert torch.equal(down, expected[1])
+            assert torch.equal(head, expected[2])
+
+
+def test_training_saving_and_other_weights_are_refused(tmp_path: Path) -> None:
+    weights = transformers_model("qwen2").state_dict()
+    model = parallel_model(hub_config("qwen2"), weights, TensorParallelGroup.alone())
+    with pytest.raises(ConfigError, match="int3"):
+        prepare_for_inference(model, "int3")
+    prepare_for_inference(model, "int8")
+    with pytest.raises(RequestError, match="inference only"):
+        save_checkpoint(model, tmp_path / "saved")
+    with pytest.raises(RequestError, match="inference only"):
+        model.train()
+    assert model.eval() is model

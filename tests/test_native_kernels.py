@@ -1,0 +1,148 @@
+"""The C++ kernels against plain torch, in one process."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor
+
+from tp.kernels import decode_attention as decode_attention_module
+from tp.kernels import linear as linear_module
+from tp.kernels.attention import causal_attention
+from tp.kernels.cache_attention import QueryGroups
+from tp.kernels.decode_attention import decode_attention, has_decode_attention
+from tp.kernels.linear import MOST_NATIVE_ROWS, WIDENED_ROWS, linear
+from tp.kernels.rotary import apply_rotary
+from tp.native.library import library
+from tp.parallel.partition import uniform_runs
+
+DTYPES = [torch.float32, torch.bfloat16]
+
+
+@pytest.fixture(autouse=True)
+def no_gradients() -> Iterator[None]:
+    with torch.no_grad():
+        yield
+    torch.set_num_threads(1)
+
+
+def random(*sizes: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.randn(sizes, generator=torch.Generator().manual_seed(seed + sum(sizes))).to(dtype)
+
+
+def assert_rounded_once(y: Tensor, exact: Tensor, scale: Tensor) -> None:
+    """`y` is `exact` but for float32 accumulation of terms of size `scale`, and one rounding to its dtype."""
+    rounding = torch.finfo(y.dtype).eps / 2 * exact.abs()
+    assert ((y.double() - exact).abs() <= rounding + 2e-6 * scale).all()
+
+
+def test_the_library_is_there() -> None:
+    assert library() is not None, "python -m tp.native.build"
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    "rows, columns, out", [(1, 37, 5), (1, 640, 2), (2, 64, 7), (3, 7, 1), (5, 129, 9), (8, 896, 33), (32, 100, 13)]
+)
+def test_linear_of_few_rows(rows: int, columns: int, out: int, dtype: torch.dtype, threads: int) -> None:
+    torch.set_num_threads(threads)
+    x, weight, bias = random(rows, columns, dtype=dtype), random(out, columns, dtype=dtype), random(out, dtype=dtype)
+    assert rows <= MOST_NATIVE_ROWS
+    for given in (None, bias):
+        y = linear(x, weight, given)
+        exact = x.double() @ weight.double().t() + (0 if given is None else given.double())
+        scale = x.double().abs() @ weight.double().abs().t()
+        assert y.dtype == dtype
+        assert_rounded_once(y, exact, scale)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_linear_takes_any_strides_and_shapes(dtype: torch.dtype) -> None:
+    weight = random(6, 40, dtype=dtype)
+    wide = random(4, 90, dtype=dtype)
+    for x in (
+        wide[:, 7:47],
+        wide[:, :80:2],
+        random(40, 4, dtype=dtype).t(),
+        random(2, 3, 40, dtype=dtype),
+        wide[0, :40],
+    ):
+        y = linear(x, weight)
+        torch.testing.assert_close(y, torch.nn.functional.linear(x.contiguous(), weight))
+    strided = random(40, 6, dtype=dtype).t()
+    torch.testing.assert_close(linear(wide[:, :40], strided), torch.nn.functional.linear(wide[:, :40], strided))
+    assert linear(wide[:0, :40], weight).shape == (0, 6)
+
+
+def test_nan_and_infinity_pass_through() -> None:
+    x = random(1, 64, dtype=torch.bfloat16)
+    weight = random(3, 64, dtype=torch.bfloat16)
+    weight[1, 5], weight[2, 6] = float("nan"), float("inf")
+    y = linear(x, weight)
+    assert y[0, 0].isfinite()
+    assert y[0, 1].isnan()
+    assert y[0, 2].isinf()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_linear_widened_to_float32(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(linear_module, "widens", lambda x: True)
+    x, bias = random(MOST_NATIVE_ROWS + 1, 50, dtype=dtype), random(WIDENED_ROWS + 3, dtype=dtype)
+    weight = random(WIDENED_ROWS + 3, 50, dtype=dtype)
+    exact = x.double() @ weight.double().t() + bias.double()
+    assert_rounded_once(linear(x, weight, bias), exact, x.double().abs() @ weight.double().abs().t())
+
+
+@pytest.mark.parametrize("threads", [1, 5])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("window", [None, 7])
+@pytest.mark.parametrize(
+    "heads, kv_heads, tp_size, tp_rank, head_dim", [(14, 2, 4, 1, 8), (6, 3, 1, 0, 40), (9, 3, 2, 1, 64)]
+)
+def test_decode_attention(
+    heads: int,
+    kv_heads: int,
+    tp_size: int,
+    tp_rank: int,
+    head_dim: int,
+    window: int | None,
+    dtype: torch.dtype,
+    threads: int,
+) -> None:
+    torch.set_num_threads(threads)
+    assert has_decode_attention(dtype, torch.device("cpu"))
+    runs = uniform_runs(heads, kv_heads, tp_size, tp_rank)
+    queries, keys = runs[-1].queries.stop, runs[-1].kv_heads.stop
+    slots, starts = torch.tensor([3, 0, 1]), torch.tensor([0, 300, 1100])
+    fused = random(3, (queries + 2 * keys) * head_dim, dtype=dtype).unflatten(1, (-1, head_dim))
+    q, k, v = fused.split([queries, keys, keys], dim=1)
+    angles = random(3, 1, head_dim // 2).repeat(1, 1, 2)
+    rotary = angles.cos().to(dtype), angles.sin().to(dtype)
+    cache = random(4, keys, 1111, head_dim, dtype=dtype), random(4, keys, 1111, head_dim, seed=1, dtype=dtype)
+    reference = cache[0].clone(), cache[1].clone()
+    z = decode_attention(q, k, v, rotary, cache, slots, starts, QueryGroups.of_runs(runs, "cpu"), window)
+    turned_q, turned_k = apply_rotary(q, *rotary), apply_rotary(k, *rotary)
+    for row, (slot, start) in enumerate(zip(slots.tolist(), starts.tolist(), strict=True)):
+        reference[0][slot, :, start], reference[1][slot, :, start] = turned_k[row], v[row]
+        wide = (x[slot, :, : start + 1].double() for x in reference)
+        expected = causal_attention(turned_q[row].double().unsqueeze(1), *wide, runs, window).squeeze(1)
+        assert_rounded_once(z[row], expected, torch.ones(()).double())
+    assert torch.equal(cache[0], reference[0]), (
+        "keys are appended with the rounding of apply_rotary, nothing else changes"
+    )
+    assert torch.equal(cache[1], reference[1])
+
+
+def test_names_switch_kernels_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    bfloat16 = torch.bfloat16
+    for module, name, dtypes in (
+        (linear_module, "native_linear", (bfloat16, bfloat16)),
+        (decode_attention_module, "decode_attention", (bfloat16,)),
+    ):
+        module._native.cache_clear()
+        monkeypatch.setattr(module, "enabled", lambda asked, name=name: asked != name)
+        assert module._native(*dtypes) is None
+        module._native.cache_clear()

@@ -1,0 +1,49 @@
+"""The Triton kernels in Triton's interpreter, where there is no GPU; and what importing the package does not do.
+
+The interpreter is chosen when Triton is imported, for a whole process: the tests of `tests/triton_kernels` run in one
+of their own. Where there is a GPU, pytest collects them itself and they run compiled.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+HERE = Path(__file__).parent
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the kernels' tests run compiled, one by one")
+def test_kernels_in_the_interpreter():
+    command = [sys.executable, "-m", "pytest", "--tb=short", "-p", "no:cacheprovider", str(HERE / "triton_kernels")]
+    child = subprocess.run(
+        command,
+        cwd=HERE.parent,
+        env=os.environ | {"TRITON_INTERPRET": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        check=False,
+    )
+    assert child.returncode == 0, f"{' '.join(command)} with TRITON_INTERPRET=1:\n{child.stdout}"
+
+
+def test_importing_and_using_the_package_on_a_cpu_does_not_import_triton():
+    program = """if True:
+        import sys, torch, tp
+        from tp.kernels.fused_add_rms_norm import fused_add_rms_norm
+        from tp.kernels.gated_activation import silu_and_mul
+        from tp.kernels.rotary import rotate_queries_and_keys
+        import tp.kernels.cache_attention, tp.kernels.cross_entropy
+        x = torch.ones(2, 4)
+        fused_add_rms_norm(x, torch.ones(2, 4), torch.ones(4), 1e-5)
+        silu_and_mul(x)
+        rotate_queries_and_keys(x.view(2, 1, 4), x.view(2, 1, 4), x.view(2, 1, 4), x.view(2, 1, 4))
+        assert "triton" not in sys.modules
+    """
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    subprocess.run([sys.executable, "-c", program], cwd=HERE.parent, env=environment, check=True)

@@ -1,0 +1,94 @@
+"""A decode step's attention: rotary, append to the cache, and attention to it, for one new token of each sequence."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tp.choice import enabled
+from tp.kernels.cache_attention import QueryGroups, cache_attention
+from tp.kernels.rotary import rotate_queries_and_keys
+from tp.native.library import ADDRESS, FLOAT, INTEGER, THREADS, native_function
+
+NATIVE = {torch.bfloat16: "tp_decode_attention_bfloat16", torch.float32: "tp_decode_attention_float32"}
+
+
+def has_decode_attention(dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether decode steps have a kernel of their own here; else `causal_attention` serves each sequence."""
+    return device.type == "cuda" or (device.type == "cpu" and _native(dtype) is not None)
+
+
+def decode_attention(
+    q_BHd: Tensor,
+    k_BHd: Tensor,
+    v_BHd: Tensor,
+    rotary: tuple[Tensor, Tensor],
+    cache: tuple[Tensor, Tensor],
+    slots: Tensor,
+    starts: Tensor,
+    groups: QueryGroups,
+    window: int | None = None,
+) -> Tensor:
+    """softmax(rotary(q) Kᵀ / √d) V, this token's rotary(k) and v appended to K and V first; [B, H, d].
+
+    The rounding points of rotary are `apply_rotary`'s; scores, softmax and the weighted sum are float32. No backward.
+
+    Args:
+        q_BHd, k_BHd, v_BHd: one token of each of B sequences, before rotary.
+        rotary: cos and sin, [B, 1, d], in q's dtype.
+        cache: keys and values, [slots, KV heads, capacity, d]; changed in place.
+        slots: [B] int64, each sequence's row of the cache.
+        starts: [B] int64, tokens of each sequence that are in the cache; where the new one goes.
+        groups: the query heads of each KV head.
+        window: how many last positions (the own included) a token sees; None = all.
+    """
+    native = _native(q_BHd.dtype) if q_BHd.device.type == "cpu" else None
+    if native is not None:
+        return _native_attention(native, q_BHd, k_BHd, v_BHd, rotary, cache, slots, starts, groups, window)
+    keys, values = cache
+    q_BHd, k_BHd = rotate_queries_and_keys(q_BHd, k_BHd, *rotary)
+    keys[slots, :, starts] = k_BHd
+    values[slots, :, starts] = v_BHd
+    return cache_attention(q_BHd, keys, values, slots, starts + 1, groups, window)
+
+
+def _native_attention(
+    native: Callable[..., Any],
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    rotary: tuple[Tensor, Tensor],
+    cache: tuple[Tensor, Tensor],
+    slots: Tensor,
+    starts: Tensor,
+    groups: QueryGroups,
+    window: int | None,
+) -> Tensor:
+    cosine, sine = rotary
+    keys, values = cache
+    batch, heads, head_dim = q.shape
+    out = q.new_empty(batch, heads, head_dim)
+    native(
+        q.data_ptr(), q.stride(0), k.data_ptr(), k.stride(0), v.data_ptr(), v.stride(0),
+        cosine.data_ptr(), sine.data_ptr(), keys.data_ptr(), values.data_ptr(), keys.stride(0), keys.stride(1),
+        slots.data_ptr(), starts.data_ptr(), groups.bounds.data_ptr(), window or 0, head_dim**-0.5,
+        out.data_ptr(), batch, heads, k.shape[1], head_dim, torch.get_num_threads(),
+    )  # fmt: skip
+    return out
+
+
+@functools.cache
+def _native(dtype: torch.dtype) -> Callable[..., Any] | None:
+    if dtype not in NATIVE or not enabled("decode_attention"):
+        return None
+    return native_function(
+        NATIVE[dtype],
+        *(ADDRESS, INTEGER) * 3,
+        *(ADDRESS,) * 4, INTEGER, INTEGER,
+        *(ADDRESS,) * 3, INTEGER, FLOAT,
+        ADDRESS, *(INTEGER,) * 4, THREADS,
+    )  # fmt: skip

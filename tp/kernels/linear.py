@@ -1,0 +1,101 @@
+"""y = x Wᵀ + b: torch's own, and two forms for CPUs that read the same plain weights faster."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from tp.choice import enabled
+from tp.kernels.int8_weight import Int8Weight
+from tp.kernels.widening import widens
+from tp.native.library import ADDRESS, INTEGER, THREADS, native_function
+
+MOST_NATIVE_ROWS = 32
+"""Up to so many rows of x the C++ kernel is used, which reads each weight once; above, a matrix product."""
+NATIVE = {
+    (torch.bfloat16, torch.bfloat16): "tp_linear_bfloat16",
+    (torch.float32, torch.float32): "tp_linear_float32",
+    (torch.bfloat16, torch.int8): "tp_linear_bfloat16_int8",
+    (torch.float32, torch.int8): "tp_linear_float32_int8",
+}
+"""The C++ kernel for dtypes of x and of the weight."""
+WIDENED_ROWS = 512
+"""Rows of the weight that are widened to float32 at a time: they stay in the last-level cache."""
+
+
+def linear(x: Tensor, weight: Tensor | Int8Weight, bias: Tensor | None = None) -> Tensor:
+    """y = x Wᵀ + b, accumulated in float32 (float64 for float64) and rounded once.
+
+    On a CPU without gradients, few rows take the C++ kernel ("native_linear"), and many rows of a dtype that the CPU
+    has no matrix product for take float32's ("widening").
+
+    Args:
+        x: [..., in]
+        weight: [out, in]
+        bias: [out]
+    """
+    if isinstance(weight, Int8Weight):
+        return _int8_linear(x, weight, bias)
+    if _has_few_rows(x) and not torch.is_grad_enabled():
+        native = _native(x.dtype, weight.dtype)
+        if native is not None and weight.is_contiguous():
+            return _native_linear(native, x, weight, None, bias)
+    elif widens(x):
+        return _widened_linear(x, weight, None, bias)
+    return functional.linear(x, weight, bias)
+
+
+def _has_few_rows(x: Tensor) -> bool:
+    return x.is_cpu and 0 < x.numel() <= MOST_NATIVE_ROWS * x.shape[-1]
+
+
+def _int8_linear(x: Tensor, weight: Int8Weight, bias: Tensor | None) -> Tensor:
+    if _has_few_rows(x):
+        native = _native(x.dtype, torch.int8)
+        if native is not None:
+            return _native_linear(native, x, weight.values, weight.scales, bias)
+    return _widened_linear(x, weight.values, weight.scales, bias)
+
+
+def _native_linear(
+    native: Callable[..., Any], x: Tensor, weight: Tensor, scales: Tensor | None, bias: Tensor | None
+) -> Tensor:
+    out_features, in_features = weight.shape
+    x_rows = x if x.dim() == 2 and x.stride(1) == 1 else x.reshape(-1, in_features).contiguous()
+    y = x.new_empty(x_rows.shape[0], out_features)
+    native(
+        x_rows.data_ptr(), x_rows.stride(0), weight.data_ptr(), None if scales is None else scales.data_ptr(),
+        None if bias is None else bias.data_ptr(), y.data_ptr(), x_rows.shape[0], in_features, out_features,
+        torch.get_num_threads(),
+    )  # fmt: skip
+    return y if x.dim() == 2 else y.view(*x.shape[:-1], out_features)
+
+
+def _widened_linear(x: Tensor, weight: Tensor, scales: Tensor | None, bias: Tensor | None) -> Tensor:
+    """The weights pass through a block of float32 that stays in the cache: W_block → float32, x W_blockᵀ, rounded."""
+    out_features, in_features = weight.shape
+    wide_x = x.reshape(-1, in_features).float()
+    block = wide_x.new_empty(min(WIDENED_ROWS, out_features), in_features)
+    y = x.new_empty(wide_x.shape[0], out_features)
+    for start in range(0, out_features, WIDENED_ROWS):
+        rows = slice(start, min(start + WIDENED_ROWS, out_features))
+        product = wide_x @ block[: rows.stop - start].copy_(weight[rows]).t()
+        if scales is not None:
+            product *= scales[rows]
+        if bias is not None:
+            product += bias[rows]
+        y[:, rows] = product
+    return y.view(*x.shape[:-1], out_features)
+
+
+@functools.cache
+def _native(dtype: torch.dtype, weight_dtype: torch.dtype) -> Callable[..., Any] | None:
+    name = NATIVE.get((dtype, weight_dtype))
+    if name is None or not enabled("native_linear"):
+        return None
+    return native_function(name, ADDRESS, INTEGER, *(ADDRESS,) * 4, *(INTEGER,) * 3, THREADS)

@@ -1,0 +1,96 @@
+// Vectors of floats as wide as the machine's registers, and loads of bfloat16 into them.
+//
+// GCC's and Clang's vector extensions: the same source becomes AVX-512, AVX2, NEON or SSE.
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+
+#if defined(__AVX2__)
+#include <immintrin.h>
+#endif
+
+#if defined(__AVX512F__)
+#define TP_VECTOR_BYTES 64
+#elif defined(__AVX__)
+#define TP_VECTOR_BYTES 32
+#else
+#define TP_VECTOR_BYTES 16
+#endif
+
+namespace tp {
+
+typedef float Floats __attribute__((vector_size(TP_VECTOR_BYTES)));
+typedef uint32_t Words __attribute__((vector_size(TP_VECTOR_BYTES)));
+
+constexpr int64_t kLanes = TP_VECTOR_BYTES / 4;
+
+struct BFloat16 {
+  uint16_t bits;
+};
+
+inline float to_float(BFloat16 x) {
+  const uint32_t word = static_cast<uint32_t>(x.bits) << 16;
+  float value;
+  std::memcpy(&value, &word, 4);
+  return value;
+}
+
+inline float to_float(float x) { return x; }
+inline float to_float(int8_t x) { return x; }
+
+// Round to nearest, ties to even; NaN stays NaN.
+inline BFloat16 to_bfloat16(float x) {
+  uint32_t word;
+  std::memcpy(&word, &x, 4);
+  if ((word & 0x7fffffffu) > 0x7f800000u) return {static_cast<uint16_t>((word >> 16) | 0x40u)};
+  return {static_cast<uint16_t>((word + 0x7fffu + ((word >> 16) & 1u)) >> 16)};
+}
+
+inline void store(BFloat16* to, float x) { *to = to_bfloat16(x); }
+inline void store(float* to, float x) { *to = x; }
+
+// The value that an element of T has after `x` was stored in it.
+template <typename T>
+inline float rounded(float x) {
+  T stored;
+  store(&stored, x);
+  return to_float(stored);
+}
+
+inline Floats load(const float* from) {
+  Floats value;
+  std::memcpy(&value, from, sizeof value);
+  return value;
+}
+
+// Compilers do not find the instruction that widens bytes by themselves.
+inline Floats load(const int8_t* from) {
+#if defined(__AVX512F__)
+  return (Floats)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from))));
+#elif defined(__AVX2__)
+  return (Floats)_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(from))));
+#else
+  Floats value;
+  for (int64_t lane = 0; lane < kLanes; ++lane) value[lane] = from[lane];
+  return value;
+#endif
+}
+
+inline Words load_words(const void* from) {
+  Words value;
+  std::memcpy(&value, from, sizeof value);
+  return value;
+}
+
+// Of 2 * kLanes consecutive bfloat16: those at even places, and those at odd ones (little endian).
+inline Floats even(Words pairs) { return reinterpret_cast<Floats>(pairs << 16); }
+inline Floats odd(Words pairs) { return reinterpret_cast<Floats>(pairs & 0xffff0000u); }
+
+inline float sum(Floats x) {
+  float total = 0;
+  for (int64_t lane = 0; lane < kLanes; ++lane) total += x[lane];
+  return total;
+}
+
+}  // namespace tp

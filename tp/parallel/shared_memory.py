@@ -1,0 +1,318 @@
+"""Collectives between ranks of one host through memory that they share: microseconds instead of gloo's milliseconds.
+
+The sums are those of `OrderedCommunicator`, bit for bit: in rank order, accumulated in float32, rounded once.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import os
+import time
+import weakref
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from tp.errors import CommunicationError, LostPeerError
+from tp.parallel.communicator import OrderedCommunicator, ProcessGroupCommunicator, sum_in_rank_order
+from tp.parallel.native_collectives import BUSY, DTYPE_NUMBERS, MISMATCH, OTHER_DTYPE, WAITING
+from tp.parallel.shared_segment import RankSeen, SharedSegment, share_memory
+
+SLOT_BYTES = 256 * 1024
+"""What a rank hands over in one round. Larger tensors take several."""
+TWO_STEPS_FROM_BYTES = 64 * 1024
+"""Between more than two ranks, from this size on, each rank sums a part and all copy each other's (measured with
+three and four ranks on two cores: level at 64 KiB, 0.6 to 0.9 of one step's median time above)."""
+NORMED = (torch.float32, torch.bfloat16)
+"""Dtypes of the collectives that end in a norm."""
+
+
+def host_or_gloo(
+    process_group: dist.ProcessGroup, timeout_s: float | None = None, slot_bytes: int = SLOT_BYTES
+) -> ProcessGroupCommunicator:
+    """Collectives of a gloo group on the CPU: through shared memory where all ranks can, else over gloo.
+
+    To be called by all members of the group at the same time.
+
+    Args:
+        timeout_s: how long a collective waits for a peer; by default as long as the process group does.
+        slot_bytes: see `SLOT_BYTES`; equal on all ranks.
+    """
+    over_gloo = OrderedCommunicator(process_group)
+    if over_gloo.size == 1:
+        return over_gloo
+    segment = share_memory(over_gloo.all_gather_object, over_gloo.rank, over_gloo.size, slot_bytes)
+    if segment is None:
+        return over_gloo
+    return SharedMemoryCommunicator(process_group, segment, timeout_s or _timeout_s(process_group))
+
+
+class SharedMemoryCommunicator(ProcessGroupCommunicator):
+    """The collectives of one rank; one at a time, and the same ones in the same order on every rank.
+
+    Collectives that do not match, and peers that have ended or do not come, are typed errors. After any error the
+    ranks may be out of step, and the communicator refuses further use.
+    """
+
+    def __init__(self, process_group: dist.ProcessGroup, segment: SharedSegment, timeout_s: float) -> None:
+        super().__init__(process_group)
+        self.timeout_s = timeout_s
+        self._segment = segment
+        self._endpoint = segment.endpoint
+        self._native = segment.native
+        self._refusal = ""
+        _living.add(self)
+
+    def close(self) -> None:
+        self._refuse("the group was closed")
+        self._segment.close()
+
+    def forget(self) -> None:
+        """In a forked child, which has no part in its parent's groups."""
+        self._refuse("the group belongs to the process that this one was forked from")
+        self._segment.forget()
+
+    def _all_reduce(self, tensor: Tensor) -> Tensor:
+        own = _dense(tensor)
+        number = DTYPE_NUMBERS.get(own.dtype)
+        if number is None:
+            addends = self._all_gather(own.unsqueeze(0), [1] * self.size)
+            return sum_in_rank_order(addends.unbind(0))
+        to = torch.empty_like(own)
+        self._complete(
+            self._native.all_reduce,
+            own.data_ptr(), to.data_ptr(), own.numel(), number, hash(own.shape), TWO_STEPS_FROM_BYTES,
+        )  # fmt: skip
+        return to
+
+    def _reduce_scatter(self, tensor: Tensor, sizes: Sequence[int]) -> Tensor:
+        own = _dense(tensor)
+        number = DTYPE_NUMBERS.get(own.dtype)
+        if number is None:
+            parts: Sequence[Tensor] = self._all_reduce(own).split(list(sizes))
+            return parts[self.rank].clone()
+        to = own.new_empty((sizes[self.rank], *own.shape[1:]))
+        lengths = _multiples(tuple(sizes), own.shape[1:].numel())
+        self._complete(
+            self._native.reduce_scatter,
+            own.data_ptr(), to.data_ptr(), lengths, own.numel(), number, _digest(sizes, own),
+        )  # fmt: skip
+        return to
+
+    def _all_gather(self, tensor: Tensor, sizes: Sequence[int]) -> Tensor:
+        own = _dense(tensor)
+        to = own.new_empty((sum(sizes), *own.shape[1:]))
+        lengths = _multiples(tuple(sizes), own.shape[1:].numel() * own.element_size())
+        number = DTYPE_NUMBERS.get(own.dtype, OTHER_DTYPE)
+        self._complete(
+            self._native.all_gather,
+            own.data_ptr(), to.data_ptr(), lengths, to.numel(), number, _digest(sizes, own),
+        )  # fmt: skip
+        return to
+
+    def _broadcast(self, tensor: Tensor, source: int) -> Tensor:
+        if not 0 <= source < self.size:
+            raise CommunicationError(f"broadcast from rank {source}: the group has ranks 0 to {self.size - 1}")
+        own = _dense(tensor)
+        to = torch.empty_like(own)
+        number = DTYPE_NUMBERS.get(own.dtype, OTHER_DTYPE)
+        self._complete(
+            self._native.broadcast, own.data_ptr(), to.data_ptr(), own.nbytes, own.numel(), number, source
+        )  # fmt: skip
+        return to
+
+    def supports_add_rms_norm(
+        self, partial: Tensor, bias: Tensor | None, residual: Tensor | None, weight: Tensor, rows: int
+    ) -> bool:
+        """Whether the two collectives below take these operands; alike on all ranks that are given like ones.
+
+        Args:
+            rows: of the residual, and of the results.
+        """
+        if partial.dtype not in NORMED or not partial.is_cpu or partial.dim() != 2 or not partial.shape[1]:
+            return False
+        columns = partial.shape[1:]
+        if columns[0] * partial.element_size() * self.size > self._segment.slot_bytes:
+            return False
+        return (
+            weight.shape == columns
+            and (bias is None or (bias.shape == columns and bias.dtype == partial.dtype))
+            and (residual is None or (residual.shape == (rows, *columns) and residual.dtype == partial.dtype))
+        )
+
+    def reduce_add_rms_norm(
+        self, partial: Tensor, bias: Tensor | None, residual: Tensor | None, weight: Tensor, eps: float
+    ) -> tuple[Tensor, Tensor]:
+        """All-reduce, + bias, + residual, RMSNorm as one collective; see `tp.kernels.reduce_add_rms_norm`.
+
+        Args:
+            partial: [N, D], this rank's addend; `supports_add_rms_norm` with rows N.
+            bias: [D]. residual: [N, D]. weight: [D].
+        """
+        return self._timed(partial.nbytes, partial, self._reduce_add_rms_norm, bias, residual, weight, eps)
+
+    def reduce_scatter_add_rms_norm(
+        self,
+        partial: Tensor,
+        bias: Tensor | None,
+        residual: Tensor | None,
+        weight: Tensor,
+        eps: float,
+        sizes: Sequence[int],
+    ) -> tuple[Tensor, Tensor]:
+        """The same of this rank's rows only: sizes[rank] of the sum(sizes) rows of `partial`.
+
+        Args:
+            residual: [sizes[rank], D]; `supports_add_rms_norm` with as many rows.
+        """
+        self._check_rows(partial.shape[0], sum(sizes), "reduce_scatter_add_rms_norm")
+        scattered = self._reduce_scatter_add_rms_norm
+        return self._timed(partial.nbytes, partial, scattered, bias, residual, weight, eps, sizes)
+
+    def _reduce_add_rms_norm(
+        self, partial: Tensor, bias: Tensor | None, residual: Tensor | None, weight: Tensor, eps: float
+    ) -> tuple[Tensor, Tensor]:
+        own, bias, base = partial.contiguous(), _given(bias), _given(residual)
+        weight = _weight(weight, own)
+        state, normed = torch.empty_like(own), torch.empty_like(own)
+        self._complete(
+            self._native.reduce_add_rms_norm,
+            own.data_ptr(), _address(bias), _address(base), weight.data_ptr(), eps, state.data_ptr(),
+            normed.data_ptr(), own.shape[0], own.shape[1], DTYPE_NUMBERS[own.dtype],
+        )  # fmt: skip
+        return state, normed
+
+    def _reduce_scatter_add_rms_norm(
+        self,
+        partial: Tensor,
+        bias: Tensor | None,
+        residual: Tensor | None,
+        weight: Tensor,
+        eps: float,
+        sizes: Sequence[int],
+    ) -> tuple[Tensor, Tensor]:
+        own, bias, base = partial.contiguous(), _given(bias), _given(residual)
+        weight = _weight(weight, own)
+        state = own.new_empty((sizes[self.rank], own.shape[1]))
+        normed = torch.empty_like(state)
+        self._complete(
+            self._native.reduce_scatter_add_rms_norm,
+            own.data_ptr(), _address(bias), _address(base), weight.data_ptr(), eps, state.data_ptr(),
+            normed.data_ptr(), _multiples(tuple(sizes), 1), own.numel(), own.shape[1], DTYPE_NUMBERS[own.dtype],
+            _digest(sizes, own),
+        )  # fmt: skip
+        return state, normed
+
+    def _complete(self, collective: Callable[..., int], *arguments: object) -> None:
+        """Runs a collective to its end; its tensors must live until then."""
+        if self._refusal:
+            raise CommunicationError(self._refusal)
+        status = collective(self._endpoint, *arguments)
+        if status:
+            self._persist(status)
+
+    def _persist(self, status: int) -> None:
+        """Goes on with a collective whose peers are late. In between, Python runs the handlers of signals."""
+        if status == BUSY:
+            raise CommunicationError(f"rank {self.rank}: another thread is in a collective of the same group")
+        self._refuse(f"rank {self.rank} is still waiting for its peers in another collective")
+        try:
+            last_round, since = -1, 0.0
+            while status == WAITING:
+                if self._segment.endpoint is None:
+                    raise CommunicationError(f"rank {self.rank} closed its group inside a collective")
+                if self._segment.round != last_round:
+                    last_round, since = self._segment.round, time.monotonic()
+                self._look_for_lost_peers(time.monotonic() - since)
+                status = self._native.resume(self._endpoint)
+            if status == MISMATCH:
+                raise CommunicationError(_mismatch(list(self._segment.everyone())))
+        except BaseException as error:
+            self._segment.give_up()
+            what = str(error) or type(error).__name__
+            self._refuse(f"the group cannot be used any more, since on rank {self.rank}: {what}")
+            raise
+        self._refusal = ""
+
+    def _refuse(self, reason: str) -> None:
+        self._refusal = reason
+
+    def _look_for_lost_peers(self, waited_s: float) -> None:
+        seen = list(self._segment.everyone())
+        missing = [rank for rank in seen if rank.published < self._segment.round]
+        where = f"{seen[self.rank].announced} on rank {self.rank}"
+        if ended := [rank for rank in missing if rank.is_open and not rank.alive]:
+            raise LostPeerError(f"{_listed(ended)} ended during {where}")
+        if closed := [rank for rank in missing if rank.closed]:
+            raise LostPeerError(f"{_listed(closed)} closed the group before {where}")
+        if gave_up := [rank for rank in missing if not rank.is_open]:
+            raise LostPeerError(f"{_listed(gave_up)} gave the group up after an error, before {where}")
+        if missing and waited_s > self.timeout_s:
+            raise LostPeerError(f"{_listed(missing)} did not enter {where} within {self.timeout_s:g} s: stuck, or at "
+                                "other work; a longer timeout_s waits longer")  # fmt: skip
+
+
+_living: weakref.WeakSet[SharedMemoryCommunicator] = weakref.WeakSet()
+
+
+def _forget_all() -> None:
+    for communicator in list(_living):
+        communicator.forget()
+
+
+os.register_at_fork(after_in_child=_forget_all)
+
+
+def _dense(tensor: Tensor) -> Tensor:
+    """The tensor's elements in memory, one after the other."""
+    if not tensor.is_cpu:
+        raise CommunicationError(f"a collective of CPU ranks was given a tensor on {tensor.device}")
+    if tensor.is_complex() or tensor.is_neg():  # torch may have put off a change of sign
+        tensor = tensor.resolve_conj().resolve_neg()
+    return tensor.contiguous()
+
+
+def _given(tensor: Tensor | None) -> Tensor | None:
+    return None if tensor is None else tensor.contiguous()
+
+
+def _weight(weight: Tensor, like: Tensor) -> Tensor:
+    return weight.contiguous() if weight.dtype == like.dtype else weight.to(like.dtype).contiguous()
+
+
+def _address(tensor: Tensor | None) -> int | None:
+    return None if tensor is None else tensor.data_ptr()
+
+
+@functools.lru_cache(maxsize=1024)
+def _multiples(sizes: tuple[int, ...], unit: int) -> ctypes.Array[ctypes.c_int64]:
+    return (ctypes.c_int64 * len(sizes))(*(size * unit for size in sizes))
+
+
+def _digest(sizes: Sequence[int], tensor: Tensor) -> int:
+    """What must be equal on all ranks besides the dtype and the number of elements."""
+    return hash((*sizes, -1, *tensor.shape[1:]))
+
+
+def _mismatch(seen: list[RankSeen]) -> str:
+    """The same on every rank: who announced what."""
+    ranks_by_text: dict[str, list[str]] = {}
+    for rank in seen:
+        ranks_by_text.setdefault(str(rank.announced), []).append(str(rank.rank))
+    if len(ranks_by_text) == 1:
+        return f"the ranks are in {seen[0].announced}, but with other shapes or sizes: give all of them the same"
+    told = "; ".join(f"rank {', '.join(ranks)}: {text}" for text, ranks in ranks_by_text.items())
+    return f"the ranks are in different collectives, {told}: call the same ones, in the same order, on all ranks"
+
+
+def _listed(ranks: list[RankSeen]) -> str:
+    return " and ".join(map(str, ranks))
+
+
+def _timeout_s(process_group: dist.ProcessGroup) -> float:
+    timeout: timedelta = process_group._get_backend(torch.device("cpu")).options._timeout
+    return timeout.total_seconds()
