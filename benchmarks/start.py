@@ -1,0 +1,70 @@
+"""From process start to the first token: this project beside peers, each started anew in every round.
+
+    python benchmarks/start.py --model DIRECTORY --tp 2 [--compare vllm] [--json FILE]
+
+The model's files are in the page cache. A warm-up start comes first, which fills the caches that systems keep of what
+they compile. docs/benchmarks.md says more.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from functools import partial
+
+from launch.measurement.command_line import (
+    add_shared_options,
+    names,
+    reporting_errors,
+    show,
+    tell,
+    write_json,
+)
+from launch.measurement.interleaving import WARM_UP, Turn, interleave
+from launch.measurement.lineup import lineup
+from launch.measurement.model_facts import model_facts
+from launch.measurement.peers.task import Task
+from launch.measurement.requests import random_request
+from launch.measurement.start_table import print_starts, start_fields
+from launch.measurement.starting import read_into_page_cache, seconds_to_first_token
+from launch.measurement.warden import Warden
+
+
+def main() -> int:
+    """Measures and reports."""
+    made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_shared_options(made, tp="2")
+    made.add_argument("--compare", type=names, default=[], help="peers: transformers, vllm, llama_cpp")
+    made.add_argument("--prompt-tokens", type=int, default=64, help="default 64")
+    arguments = made.parse_args()
+    return reporting_errors(lambda: run(arguments))
+
+
+def run(arguments: argparse.Namespace) -> None:
+    """What the command line asks for."""
+    task = Task(arguments.model, arguments.dtype, 1, arguments.prompt_tokens + 1, arguments.gguf)
+    contestants = lineup(task, arguments.tp, arguments.compare, arguments.threads)
+    facts = model_facts(arguments.model, arguments.dtype)
+    request = random_request(1, arguments.prompt_tokens, 1, facts.vocab_size)
+    tell(f"{read_into_page_cache(arguments.model) / 1e9:.2f} GB of files are in the page cache")
+    warden = Warden()
+    try:
+        actions = {
+            contestant.name: partial(seconds_to_first_token, contestant, request, warden, arguments.patience)
+            for contestant in contestants
+        }
+        rounds = interleave(actions, rounds=arguments.runs, watch=told)
+    finally:
+        warden.close()
+    show(arguments, lambda console: print_starts(console, rounds))
+    write_json(arguments, start_fields(rounds))
+
+
+def told(turn: Turn[float]) -> None:
+    """Progress."""
+    when = "warm-up" if turn.round == WARM_UP else f"round {turn.round} of {turn.rounds}"
+    tell(f"{when}: {turn.contestant}: {turn.result:.2f} s")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

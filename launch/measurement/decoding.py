@@ -1,0 +1,135 @@
+"""Prefill and decode of several contestants in turns, beside the memory read bandwidth of the same rounds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Literal
+
+from launch.measurement.contestants import Contestant, Field
+from launch.measurement.interleaving import WARM_UP, Rounds, Turn, interleave
+from launch.measurement.model_facts import ModelFacts
+from launch.measurement.read_bandwidth import ReadBandwidth
+from launch.measurement.requests import DecodeAnswer, random_request
+from launch.measurement.rows import Row, row
+
+Phase = Literal["prefill", "decode"]
+Measured = DecodeAnswer | float
+"""What a turn gives: a contestant's answer, or the bytes a second that readers read."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """One thing to measure.
+
+    Attributes:
+        phase: prefill is the time to the first token; decode is the time between tokens.
+        new_tokens: of each sequence; 1 for prefill.
+    """
+
+    phase: Phase
+    batch: int
+    prompt_tokens: int
+    new_tokens: int
+
+    def __str__(self) -> str:
+        return f"{self.phase}, batch {self.batch}, {self.prompt_tokens} prompt tokens"
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """What came out.
+
+    Attributes:
+        rows: one for each case and contestant that lasted through it.
+        failures: by contestant that did not start or did not last, the reason in one line.
+    """
+
+    rows: tuple[Row, ...]
+    failures: Mapping[str, str]
+
+
+def compare(
+    contestants: Sequence[Contestant],
+    cases: Sequence[Case],
+    facts: ModelFacts,
+    *,
+    rounds: int,
+    timeout_s: float,
+    watch: Callable[[str], None],
+) -> Comparison:
+    """Loads all contestants, then measures each case in rounds, after a warm-up of its own.
+
+    Args:
+        rounds: that count.
+        timeout_s: for loading a contestant, and for each request.
+        watch: told what goes on, in one line each time.
+
+    Raises:
+        ContestantError: the memory readers could not run.
+    """
+    rows: list[Row] = []
+    with ExitStack() as stack:
+        field = stack.enter_context(Field())
+        field.load(contestants, watch, timeout_s)
+        shapes = sorted({(c.processes, c.threads) for c in contestants if c.name not in field.failures})
+        readers = {shape: stack.enter_context(ReadBandwidth(*shape)) for shape in shapes}
+        for case in cases:
+            present = [c for c in contestants if c.name not in field.failures]
+            measured = _measure(case, field, present, readers, facts, rounds, timeout_s, watch)
+            rows += _rows(case, present, readers, measured, facts)
+            field.failures.update(measured.failures)
+        return Comparison(tuple(rows), dict(field.failures))
+
+
+def _measure(
+    case: Case,
+    field: Field,
+    contestants: Sequence[Contestant],
+    readers: Mapping[tuple[int, int], ReadBandwidth],
+    facts: ModelFacts,
+    rounds: int,
+    timeout_s: float,
+    watch: Callable[[str], None],
+) -> Rounds[Measured]:
+    request = random_request(case.batch, case.prompt_tokens, case.new_tokens, facts.vocab_size)
+    actions: dict[str, Callable[[], Measured]] = {
+        contestant.name: lambda name=contestant.name: field.decode(name, request, timeout_s)  # type: ignore[misc]
+        for contestant in contestants
+    }
+    actions.update({reader.name: reader.bytes_per_second for reader in readers.values()})
+    return interleave(actions, rounds=rounds, watch=lambda turn: watch(_told(case, turn)))
+
+
+def _rows(
+    case: Case,
+    contestants: Sequence[Contestant],
+    readers: Mapping[tuple[int, int], ReadBandwidth],
+    measured: Rounds[Measured],
+    facts: ModelFacts,
+) -> list[Row]:
+    answers = {
+        name: [result for result in results if isinstance(result, DecodeAnswer)]
+        for name, results in measured.results.items()
+    }
+    rates = {
+        shape: [float(rate) for rate in measured.results.get(reader.name, []) if not isinstance(rate, DecodeAnswer)]
+        for shape, reader in readers.items()
+    }
+    return [
+        row(case, contestant, answers, rates[contestant.processes, contestant.threads], facts)
+        for contestant in contestants
+        if contestant.name in measured.results
+    ]
+
+
+def _told(case: Case, turn: Turn[Measured]) -> str:
+    when = "warm-up" if turn.round == WARM_UP else f"round {turn.round} of {turn.rounds}"
+    if not isinstance(turn.result, DecodeAnswer):
+        what = f"{turn.result / 1e9:.1f} GB/s"
+    elif case.phase == "prefill":
+        what = f"{turn.result.ttft_ms:.1f} ms"
+    else:
+        what = f"{turn.result.tpot_ms:.1f} ms a token, {turn.result.tokens_per_s:.1f} tokens/s"
+    return f"{case}: {when}: {turn.contestant}: {what}"
