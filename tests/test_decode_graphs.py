@@ -1,88 +1,145 @@
-"""Decode from captured steps: static tensors, padding to the captured sizes, and the check of the first logits.
+"""Decode from captured steps: the same logits and cache as plain steps, in fixed tensors, at every degree.
 
-Without a GPU a capture is played: it keeps the computation, and its replay copies a new result into the old tensors.
+Without a GPU, CUDA's way (padding to a few sizes, a scratch slot) is played: a capture keeps the computation, and its
+replay copies a new result into the old tensors.
 """
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
-from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
-from generation_models import tiny_model
+from generation_models import VOCAB_SIZE, tiny_model
 from pool import RankPool
 
-from tp.generation.decode_graphs import Capture, DecodeGraphs, Replay, capture_on_cuda
+from tp.generation import GenerationOptions
+from tp.generation import decode_graphs as decode_graphs_module
+from tp.generation.decode_graphs import Capture, CaptureError, CudaGraph, DecodeGraphs, Replay, Run, capture_for
 from tp.layers import KVCache, SequenceSlice, ShardedLogits, Step
+from tp.models import prepare_for_inference
 from tp.parallel import TensorParallelGroup
 
-CAPACITY = 8
+CAPACITY = 12
+BATCHES = [[2], [2, 0, 4], [1], [4, 3, 2, 1, 0], [0, 4, 2], [3, 1, 4, 2], [3], [0, 1, 2, 3, 4], [0, 3, 2, 4, 1]]
+QWEN3 = {"model_type": "qwen3", "qkv_bias": False, "qk_norm": True, "sliding_windows": (3, 3)}
 
 
-def played(run: Callable[[], ShardedLogits]) -> tuple[Replay, ShardedLogits]:
-    kept = run()
-    return lambda: kept.local.copy_(run().local), kept
+class Played(CudaGraph):
+    """What `CudaGraph` does, without CUDA."""
+
+    def __call__(self, run: Run) -> tuple[Replay, ShardedLogits]:
+        kept = run()
+        return lambda: kept.local.copy_(run().local), kept
 
 
-def played_wrongly(run: Callable[[], ShardedLogits]) -> tuple[Replay, ShardedLogits]:
-    kept = run()
-    return lambda: kept.local.copy_(run().local + 1), kept
+class Refused(Played):
+    def __call__(self, run: Run) -> tuple[Replay, ShardedLogits]:
+        run()
+        raise CaptureError("it cannot")
 
 
-def the_capture() -> Capture:
-    return capture_on_cuda if torch.cuda.is_available() else played
-
-
-@torch.no_grad()
-def graphs_against_plain(group: TensorParallelGroup, batches: list[list[int]]) -> tuple[list[float], list[int]]:
-    """Largest difference of each step's logits, and the sizes captured; a step has one token of the given slots."""
-    model = tiny_model(group)
-    caches = [KVCache(model.config, group, 6, CAPACITY, dtype=model.dtype, device=group.device) for _ in range(2)]
-    graphs = DecodeGraphs(model, caches[0], the_capture())
+def largest_differences(
+    group: TensorParallelGroup, config: dict[str, Any], dtype: torch.dtype, way: str
+) -> tuple[list[float], list[int]]:
+    """Of each step's logits from the plain ones; the sizes captured."""
+    model = tiny_model(group, config, dtype=dtype)
+    if way == "int8":
+        prepare_for_inference(model, "int8")
+    capture: Capture | None = Played() if way == "played" else capture_for(model)
+    assert capture is not None
+    caches = [KVCache(model.config, group, 5 + slots, CAPACITY, dtype=dtype) for slots in (capture.scratch_slots, 0)]
+    graphs = DecodeGraphs(model, caches[0], capture)
+    statistics = group.communicator.statistics
     lengths = [0] * 5
     differences = []
-    for number, slots in enumerate(batches):
-        token_ids = torch.tensor([(7 * slot + 3 * number) % 97 for slot in slots], device=group.device)
-        step = Step(token_ids, tuple(SequenceSlice(1, lengths[slot], slot) for slot in slots))
-        plain = model.next_token_logits(step, caches[1]).local
-        differences.append((graphs.next_token_logits(step).local - plain).abs().max().item())
-        for slot in slots:
-            lengths[slot] += 1
+    with torch.no_grad(), warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for number, slots in enumerate(BATCHES):
+            token_ids = torch.tensor([(7 * slot + 3 * number) % VOCAB_SIZE for slot in slots])
+            step = Step(token_ids, tuple(SequenceSlice(1, lengths[slot], slot) for slot in slots))
+            statistics.reset()
+            plain = model.next_token_logits(step, caches[1]).local
+            collectives = [(statistics.calls, statistics.bytes)]
+            statistics.reset()
+            differences.append((graphs.next_token_logits(step).local - plain).abs().max().item())
+            collectives.append((statistics.calls, statistics.bytes))
+            for slot in slots:
+                lengths[slot] += 1
     for ours, plains in zip(caches[0].layers, caches[1].layers, strict=True):
         for slot, length in enumerate(lengths):
             torch.testing.assert_close(ours.key[slot, :, :length], plains.key[slot, :, :length])
+    if way != "played":
+        assert collectives[0] == collectives[1]
+        assert (statistics.seconds > 0) == (group.size > 1)
     return differences, sorted(graphs._captured)
 
 
-def test_logits_and_cache_are_those_of_plain_steps(ranks: RankPool) -> None:
-    batches = [[2], [2, 0, 4], [1], [4, 3, 2, 1, 0], [0, 4, 2], [3, 1, 4, 2], [3], [0, 1, 2, 3, 4]]
-    for tp_size in (1, 3):
-        for differences, sizes in ranks(tp_size).run(graphs_against_plain, batches):
-            assert max(differences) < 1e-5
-            assert sizes == [1, 4, 5], "powers of two, at most the slots there are"
+@pytest.mark.parametrize(
+    "way, config, dtype",
+    [
+        ("own", {}, torch.float32),
+        ("own", QWEN3, torch.bfloat16),
+        ("int8", {"tie_word_embeddings": True}, torch.bfloat16),
+        ("played", {}, torch.float32),
+    ],
+)
+def test_logits_and_cache_are_those_of_plain_steps(
+    ranks: RankPool, way: str, config: dict[str, Any], dtype: torch.dtype
+) -> None:
+    for tp_size in (1, 2, 3):
+        for differences, sizes in ranks(tp_size).run(largest_differences, config, dtype, way):
+            assert max(differences) == 0 if way != "played" else max(differences) < 1e-5
+            assert sizes == ([1, 4, 5] if way == "played" else [1, 3, 5]), "captured when they come again"
 
 
-def logits_after_a_wrong_capture(group: TensorParallelGroup) -> tuple[bool, list[str]]:
+def ids_and_warnings(group: TensorParallelGroup, config: dict[str, Any]) -> tuple[list[tuple[int, ...]], list[str]]:
+    model = tiny_model(group, config)
+    prompts = [[5, 9, 2], [7], [1, 2, 3, 4, 5]]
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        result = model.generate(prompts, GenerationOptions(15))
+    return [sequence.new_ids for sequence in result.sequences], [str(warning.message) for warning in caught]
+
+
+def ids_without(group: TensorParallelGroup, config: dict[str, Any]) -> list[tuple[int, ...]]:
+    decode_graphs_module.enabled = lambda name: False
+    try:
+        return ids_and_warnings(group, config)[0]
+    finally:
+        from tp.choice import enabled
+
+        decode_graphs_module.enabled = enabled
+
+
+@pytest.mark.parametrize("config, warned", [({}, False), ({"activation": "relu"}, True)])
+def test_generation_is_the_same_with_and_without(ranks: RankPool, config: dict[str, Any], warned: bool) -> None:
+    expected = ranks(2).run(ids_without, config)[0]
+    for ids, messages in ranks(2).run(ids_and_warnings, config):
+        assert ids == expected
+        assert len(messages) == warned
+        assert not warned or "aten.relu" in messages[0]
+
+
+def logits_after_a_refusal(group: TensorParallelGroup) -> tuple[bool, list[str]]:
     model = tiny_model(group)
-    cache = KVCache(model.config, group, 3, CAPACITY, dtype=model.dtype, device=group.device)
-    wrong = played_wrongly if group.rank == 1 else played
-    graphs = DecodeGraphs(model, cache, wrong)
+    cache = KVCache(model.config, group, 3, CAPACITY, dtype=model.dtype)
+    graphs = DecodeGraphs(model, cache, Refused() if group.rank == 1 else Played())
     right = True
     with torch.no_grad(), warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        for start in range(3):
-            step = Step(torch.tensor([5 + start], device=group.device), (SequenceSlice(1, start, 0),))
+        for start in range(4):
+            step = Step(torch.tensor([5 + start]), (SequenceSlice(1, start, 0),))
             expected = model.next_token_logits(step, cache)
             right &= torch.equal(graphs.next_token_logits(step).local, expected.local)
-    return right, [str(warning.message) for warning in caught]
+    return right and not graphs._captured, [str(warning.message) for warning in caught]
 
 
-def test_a_wrong_capture_on_one_rank_is_refused_on_all(ranks: RankPool) -> None:
-    for right, messages in ranks(2).run(logits_after_a_wrong_capture):
+def test_a_capture_refused_on_one_rank_is_refused_on_all(ranks: RankPool) -> None:
+    for right, messages in ranks(2).run(logits_after_a_refusal):
         assert right
-        assert len(messages) == 1 and "cuda_graphs" in messages[0]
+        assert len(messages) == 1 and "it cannot" in messages[0]
 
 
 def test_a_step_known_to_the_device_only() -> None:
@@ -91,12 +148,10 @@ def test_a_step_known_to_the_device_only() -> None:
     assert step.decodes
     assert step.slots is slots and step.positions() is starts
     assert step.last_rows().tolist() == [0, 1]
-    assert replace(step).num_tokens == 2
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_a_capture_on_cuda_replays() -> None:
+def test_generation_on_cuda_is_the_same_with_and_without() -> None:
     group = TensorParallelGroup.alone("cuda")
-    differences, _ = graphs_against_plain(group, [[0], [0], [1, 2], [1, 2]])
-    assert max(differences) < 1e-4
+    assert ids_and_warnings(group, {}) == (ids_without(group, {}), [])

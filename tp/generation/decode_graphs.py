@@ -1,117 +1,218 @@
-"""Decode steps captured as CUDA graphs: the launches of a whole step, collectives included, replayed as one."""
+"""Decode steps captured once and replayed: what a step launches or calls, collectives included, without its Python.
+
+On CUDA a capture is a CUDA graph; on a CPU it is a tape of the C++ library's calls, see `tp.native.tape`.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from tp.choice import enabled, warn_once
+from tp.kernels.linear import MOST_NATIVE_ROWS
 from tp.layers.embedding import ShardedLogits
 from tp.layers.kv_cache import KVCache
 from tp.layers.step import Step
 from tp.models.causal_lm import CausalLM
+from tp.native.library import library
+from tp.native.tape import Tape
+from tp.parallel.communicator import Communicator
 
-NAME = "cuda_graphs"
+NAME = "decode_graphs"
 """For `tp.choice`."""
 WARM_UP_RUNS = 2
-"""Before a capture: kernels are compiled and libraries allocate what must not be allocated inside."""
+"""Before a capture on CUDA: kernels are compiled and libraries allocate what must not be allocated inside."""
 
+Run = Callable[[], ShardedLogits]
 Replay = Callable[[], object]
 """Does again what was captured, on the tensors that it was captured with."""
-Capture = Callable[[Callable[[], ShardedLogits]], tuple[Replay, ShardedLogits]]
-"""Captures a computation and gives what replays it, and the tensors that its result will be found in."""
 
 
-def capture_on_cuda(run: Callable[[], ShardedLogits]) -> tuple[Replay, ShardedLogits]:
-    """A CUDA graph of `run`, which must not look at any value on the host."""
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        for _ in range(WARM_UP_RUNS):
-            run()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-        logits = run()
-    return graph.replay, logits
+class CaptureError(Exception):
+    """A step that cannot be captured, or whose capture gave something else than the step."""
 
 
-def supports_decode_graphs(model: CausalLM) -> bool:
-    """Whether nothing in a decode step of this model depends on values that the host knows."""
-    return model.group.device.type == "cuda" and model.config.rope.rope_type != "dynamic" and enabled(NAME)
+class Capture(Protocol):
+    """How computations are captured on a kind of device."""
+
+    scratch_slots: int
+    """Slots of the cache that are for padding."""
+
+    def size(self, num_sequences: int) -> int:
+        """Sequences of the captured step that serves so many."""
+        ...
+
+    def __call__(self, run: Run) -> tuple[Replay, ShardedLogits]:
+        """Runs `run` once and gives what replays it, and the tensors that hold its first and later results.
+
+        Raises:
+            CaptureError: see there; nothing is to be replayed.
+        """
+        ...
+
+
+class CudaGraph:
+    """Captures into CUDA graphs of a few batch sizes: powers of two."""
+
+    scratch_slots = 1
+
+    def size(self, num_sequences: int) -> int:
+        result: int = 2 ** (num_sequences - 1).bit_length()
+        return result
+
+    def __call__(self, run: Run) -> tuple[Replay, ShardedLogits]:
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            for _ in range(WARM_UP_RUNS):
+                plain = run()
+        torch.cuda.current_stream().wait_stream(stream)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+            logits = run()
+        graph.replay()
+        bound = 8 * torch.finfo(plain.local.dtype).eps * plain.local.float().abs().amax()
+        if not bool(((logits.local.float() - plain.local.float()).abs() <= bound).all()):
+            raise CaptureError("a CUDA graph gave other logits than the step that it was captured from")
+        return graph.replay, logits
+
+
+class NativeTape:
+    """Captures the calls of the C++ library that a step makes; it must consist of nothing else."""
+
+    scratch_slots = 0
+
+    def __init__(self, communicator: Communicator) -> None:
+        self._communicator = communicator
+
+    def size(self, num_sequences: int) -> int:
+        return num_sequences
+
+    def __call__(self, run: Run) -> tuple[Replay, ShardedLogits]:
+        tape, watch = Tape(), _Watch()
+        statistics = self._communicator.statistics
+        calls, nbytes = statistics.calls, statistics.bytes
+        with watch, tape.recording():
+            logits = run()
+        calls, nbytes = statistics.calls - calls, statistics.bytes - nbytes
+        if watch.computing:
+            raise CaptureError(f"a step calls {', '.join(sorted(watch.computing))} of torch")
+
+        def replay() -> None:
+            assert watch.tensors  # what the tape's addresses point to
+            tape.replay(self._communicator.persist)
+            statistics.add(calls, nbytes, tape.take_collective_seconds())
+
+        return replay, logits
+
+
+class _Watch(TorchDispatchMode):
+    """Keeps every tensor that torch makes, and notes the operations that do more than to make or view one."""
+
+    MAKING = ("aten.empty", "aten.new_empty", "aten.empty_like", "aten.empty_strided", "aten.new_empty_strided")
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.tensors: list[Any] = []
+        self.computing: set[str] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        self.tensors.append(result)
+        if not func.is_view and not str(func).startswith(tuple(f"{name}." for name in self.MAKING)):
+            self.computing.add(str(func))
+        return result
+
+
+def capture_for(model: CausalLM) -> Capture | None:
+    """How decode steps of this model are captured, or None where they depend on what only the host knows."""
+    if model.config.rope.rope_type == "dynamic" or not enabled(NAME):
+        return None
+    if model.group.device.type == "cuda":
+        return CudaGraph()
+    in_cpp = library() is not None and model.dtype in (torch.float32, torch.bfloat16)
+    return NativeTape(model.group.communicator) if in_cpp else None
 
 
 @dataclass(frozen=True)
 class CapturedStep:
-    """A step of fixed size: its inputs, what replays it, and its result, all in tensors that stay where they are."""
+    """A step of fixed size: its inputs and its result, in tensors that stay where they are, and what replays it."""
 
     token_ids: Tensor
     slots: Tensor
     starts: Tensor
-    scratch_slot: int
     replay: Replay
     logits: ShardedLogits
 
     def run(self, step: Step) -> ShardedLogits:
         """The logits of `step`, which may have fewer sequences than the captured one; valid until the next run."""
-        count = step.num_tokens
-        for static, given in ((self.token_ids, step.token_ids), (self.slots, step.slots), (self.starts, step.starts)):
-            static[:count].copy_(given)
-        self.slots[count:] = self.scratch_slot
-        self.starts[count:] = 0
+        fill(self.token_ids, self.slots, self.starts, step)
         self.replay()
-        return replace(self.logits, local=self.logits.local[:count])
+        return self.of(step)
+
+    def of(self, step: Step) -> ShardedLogits:
+        """The rows of the result that belong to `step`, not to padding."""
+        return replace(self.logits, local=self.logits.local[: step.num_tokens])
 
 
 class DecodeGraphs:
-    """Runs decode steps of one model and cache from graphs of a few batch sizes: 1, 2, 4, 8, and so on.
+    """Runs decode steps of one model and cache, each size captured when it comes again.
 
-    Smaller batches are padded, and what the padding computes goes to the last slot of the cache, which no sequence
-    uses. Each graph's first logits are compared with those of the plain step on every rank; if they differ on any,
-    all ranks go on without graphs, with one warning.
+    The first step of a size is left alone: it may set up what all later ones find. Where a step cannot be captured on
+    some rank, all ranks go on without, with one warning.
 
     Args:
-        cache: with one slot more than there are sequences.
-        capture: how a computation is captured.
+        cache: with `capture.scratch_slots` more slots than there are sequences; they come last.
     """
 
-    def __init__(self, model: CausalLM, cache: KVCache, capture: Capture = capture_on_cuda) -> None:
+    def __init__(self, model: CausalLM, cache: KVCache, capture: Capture) -> None:
         self._model = model
         self._cache = cache
         self._capture = capture
         self._captured: dict[int, CapturedStep] = {}
-        self._trusted = True
+        self._met: set[int] = set()
+        self._refused = False
 
     def next_token_logits(self, step: Step) -> ShardedLogits:
         """As the model's own `next_token_logits`, for a step with one token of each sequence."""
-        if not self._trusted:
-            return self._model.next_token_logits(step, self._cache)
-        size = min(2 ** (step.num_tokens - 1).bit_length(), self._cache.num_slots - 1)
-        if size in self._captured:
-            return self._captured[size].run(step)
-        plain = self._model.next_token_logits(step, self._cache)
-        captured = self._capture_step(size)
-        if self._agrees(captured.run(step), plain):
-            self._captured[size] = captured
-        else:
-            self._trusted = False
-            warn_once(NAME, f"a captured decode step of {size} sequences gave other logits than the plain one")
-        return plain
+        if not self._refused and step.num_tokens <= MOST_NATIVE_ROWS:
+            size = min(self._capture.size(step.num_tokens), self._cache.num_slots - self._capture.scratch_slots)
+            if size in self._captured:
+                return self._captured[size].run(step)
+            if size in self._met and (captured := self._capture_step(size, step)) is not None:
+                self._captured[size] = captured
+                return captured.of(step)
+            self._met.add(size)
+        return self._model.next_token_logits(step, self._cache)
 
-    def _capture_step(self, size: int) -> CapturedStep:
-        device = self._model.group.device
-        token_ids, starts = (torch.zeros(size, dtype=torch.int64, device=device) for _ in range(2))
-        scratch_slot = self._cache.num_slots - 1
-        slots = torch.full_like(starts, scratch_slot)
-        step = Step.of_decode(token_ids, slots, starts)
-        replay, logits = self._capture(lambda: self._model.next_token_logits(step, self._cache))
-        return CapturedStep(token_ids, slots, starts, scratch_slot, replay, logits)
+    def _capture_step(self, size: int, step: Step) -> CapturedStep | None:
+        """A capture of `step`, padded, which has been run; None where some rank cannot."""
+        token_ids, starts, slots = (torch.zeros(size, dtype=torch.int64, device=step.token_ids.device) for _ in "tsp")
+        slots.fill_(self._cache.num_slots - 1)
+        fill(token_ids, slots, starts, step)
+        static = Step.of_decode(token_ids, slots, starts)
+        captured, reason = None, None
+        try:
+            replay, logits = self._capture(lambda: self._model.next_token_logits(static, self._cache))
+            captured = CapturedStep(token_ids, slots, starts, replay, logits)
+        except CaptureError as error:
+            reason = str(error)
+        reasons = self._model.group.communicator.all_gather_object(reason)
+        if not any(reasons):
+            return captured
+        self._refused = True
+        warn_once(NAME, next(filter(None, reasons)))
+        return None
 
-    def _agrees(self, logits: ShardedLogits, plain: ShardedLogits) -> bool:
-        """Whether both are the same but for rounding, on every rank."""
-        bound = 8 * torch.finfo(plain.local.dtype).eps * plain.local.float().abs().amax()
-        own = bool(((logits.local.float() - plain.local.float()).abs() <= bound).all())
-        return all(self._model.group.communicator.all_gather_object(own))
+
+def fill(token_ids: Tensor, slots: Tensor, starts: Tensor, step: Step) -> None:
+    """Puts a step into the inputs of a captured one; padding stays in the scratch slot, at position 0."""
+    count = step.num_tokens
+    token_ids[:count].copy_(step.token_ids)
+    slots[:count].copy_(step.slots)
+    starts[:count].copy_(step.starts)

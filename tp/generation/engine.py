@@ -9,7 +9,7 @@ import torch
 
 from tp.errors import RankFailedError
 from tp.generation.decisions import Decision, share
-from tp.generation.decode_graphs import DecodeGraphs, supports_decode_graphs
+from tp.generation.decode_graphs import DecodeGraphs, capture_for
 from tp.generation.incremental_text import incremental_texts
 from tp.generation.request import Request
 from tp.generation.results import GeneratedSequence, GenerationResult, Timings, TokenEvent
@@ -47,12 +47,12 @@ class GenerationSession:
         self._states = [SequenceState(index, prompt) for index, prompt in enumerate(request.prompts)]
         self._scheduler = Scheduler(self._states, request.num_slots, options.prefill_chunk)
         self._sampler = Sampler(options, self._end_ids, model.config.vocab_size)
-        captures = supports_decode_graphs(model)
-        num_slots = request.num_slots + (1 if captures else 0)
+        capture = capture_for(model)
+        num_slots = request.num_slots + (capture.scratch_slots if capture else 0)
         self._cache: KVCache | None = KVCache(
             model.config, self._group, num_slots, request.capacity, dtype=model.dtype, device=self._group.device
         )
-        self._graphs = DecodeGraphs(model, self._cache) if captures else None
+        self._graphs = DecodeGraphs(model, self._cache, capture) if capture else None
         self._kv_bytes = self._cache.nbytes
         self._texts = self._make_texts(request) if self._group.rank == 0 else []
         self._on_token = on_token

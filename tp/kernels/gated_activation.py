@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
@@ -10,7 +11,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from tp.choice import enabled
 from tp.kernels.triton.use import uses_triton
+from tp.native.library import ADDRESS, INTEGER, THREADS, native_function
 
 ACTIVATION_FUNCTIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
     "silu": functional.silu,
@@ -18,13 +21,15 @@ ACTIVATION_FUNCTIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
     "gelu_pytorch_tanh": partial(functional.gelu, approximate="tanh"),
     "relu": functional.relu,
 }
+_NATIVE = {torch.bfloat16: "tp_silu_and_mul_bfloat16", torch.float32: "tp_silu_and_mul_float32"}
 
 
 def activation_and_mul(gate_up: Tensor, activation: str) -> Tensor:
     """y = f(gate) · up, f(gate) rounded to the dtype before the product.
 
     Backward: dgate = dy · up · f′(gate), dup = dy · f(gate). Only gate_up is saved; f(gate) is computed again.
-    SiLU on CUDA is a Triton kernel, both ways; it differs from the plain form where the exponential does.
+    SiLU on CUDA is a Triton kernel, both ways, and on a CPU without gradients C++; they differ from the plain form
+    where the exponential does.
 
     Args:
         gate_up: [..., 2·I], gate in the first half, up in the second.
@@ -61,7 +66,11 @@ def plain_activation_and_mul_backward(dy: Tensor, gate_up: Tensor, activation: s
 
 
 def _forward(gate_up: Tensor, activation: str) -> Tensor:
-    if activation != "silu" or not uses_triton("silu_and_mul", gate_up):
+    if activation != "silu":
+        return plain_activation_and_mul(gate_up, activation)
+    if gate_up.is_cpu and gate_up.dim() == 2 and (native := _native(gate_up.dtype)) is not None:
+        return _native_silu_and_mul(native, gate_up)
+    if not uses_triton("silu_and_mul", gate_up):
         return plain_activation_and_mul(gate_up, activation)
     from tp.kernels.triton.silu_and_mul import silu_and_mul_forward
 
@@ -86,3 +95,18 @@ class _ActivationAndMul(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
         return _backward(dy, ctx.saved_tensors[0], ctx.activation), None
+
+
+def _native_silu_and_mul(native: Callable[..., Any], gate_up: Tensor) -> Tensor:
+    rows, width = gate_up.shape
+    gate_up = gate_up if gate_up.stride(1) == 1 else gate_up.contiguous()
+    y = gate_up.new_empty(rows, width // 2)
+    native(gate_up.data_ptr(), gate_up.stride(0), y.data_ptr(), rows, width // 2, torch.get_num_threads())
+    return y
+
+
+@functools.cache
+def _native(dtype: torch.dtype) -> Callable[..., Any] | None:
+    if dtype not in _NATIVE or not enabled("silu_and_mul"):
+        return None
+    return native_function(_NATIVE[dtype], ADDRESS, INTEGER, ADDRESS, INTEGER, INTEGER, THREADS)

@@ -38,6 +38,10 @@ class Int8Weight(nn.Module):
         self.register_buffer("scales", scales)
         self.register_buffer("values", (weight / scales.unsqueeze(1)).round_().to(torch.int8))
 
+    @property
+    def shape(self) -> torch.Size:
+        return self.values.shape
+
     def train(self, mode: bool = True) -> Int8Weight:
         """Stays in eval mode.
 

@@ -33,11 +33,14 @@ def native_rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor | None:
     if kernel is None or weight.shape != x.shape[-1:]:
         return None
     columns = x.shape[-1]
-    rows = _rows(x)
+    if x.dim() == 3 and x.stride(2) == 1 and x.stride(1) == columns:  # heads side by side, tokens apart
+        rows, parts = x, x.shape[1]
+    else:
+        rows, parts = _rows(x), 1
     weight = _weight(weight, x)
     y = x.new_empty(x.shape)
     kernel(
-        rows.data_ptr(), rows.stride(0), weight.data_ptr(), eps, y.data_ptr(), rows.shape[0], columns,
+        rows.data_ptr(), rows.stride(0), parts, weight.data_ptr(), eps, y.data_ptr(), rows.shape[0] * parts, columns,
         _threads(rows.numel()),
     )  # fmt: skip
     return y
@@ -93,7 +96,9 @@ def _threads(elements: int) -> int:
 
 @functools.cache
 def _rms_norm(dtype: torch.dtype) -> Callable[..., Any] | None:
-    return _function("tp_rms_norm", dtype, ADDRESS, INTEGER, ADDRESS, FLOAT, ADDRESS, INTEGER, INTEGER, THREADS)
+    return _function(
+        "tp_rms_norm", dtype, ADDRESS, INTEGER, INTEGER, ADDRESS, FLOAT, ADDRESS, INTEGER, INTEGER, THREADS
+    )
 
 
 @functools.cache

@@ -2,12 +2,36 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from tp.choice import enabled
 from tp.kernels.triton.use import uses_triton
+from tp.native.library import ADDRESS, FLOAT, INTEGER, native_function
+
+NATIVE = {torch.bfloat16: "tp_cos_and_sin_bfloat16", torch.float32: "tp_cos_and_sin_float32"}
+
+
+def cos_and_sin(positions: Tensor, frequencies: Tensor, scaling: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """cos and sin of positions × frequencies, times `scaling`; angles and scaling in float32, then cast; each [N, d].
+
+    Args:
+        positions: [N] int64.
+        frequencies: [d/2] float32, or [N, d/2] where they depend on the sequence.
+        scaling: YaRN's; 1 for other rope types.
+    """
+    if positions.is_cpu and frequencies.dim() == 1 and (native := _native(dtype)) is not None:
+        count, half = positions.shape[0], frequencies.shape[0]
+        cos, sin = (frequencies.new_empty(count, 2 * half, dtype=dtype) for _ in range(2))
+        native(positions.data_ptr(), count, frequencies.data_ptr(), half, scaling, cos.data_ptr(), sin.data_ptr())
+        return cos, sin
+    angles = positions.to(torch.float32).unsqueeze(-1) * frequencies
+    angles = torch.cat([angles, angles], dim=-1)
+    return (angles.cos() * scaling).to(dtype), (angles.sin() * scaling).to(dtype)
 
 
 def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -57,3 +81,10 @@ class _Rotation(torch.autograd.Function):
         cos, sin = ctx.saved_tensors
         opposite = -sin.roll(sin.shape[-1] // 2, dims=-1)
         return *_rotate(d_q, d_k, cos, opposite), None, None
+
+
+@functools.cache
+def _native(dtype: torch.dtype) -> Callable[..., Any] | None:
+    if dtype not in NATIVE or not enabled("rotary"):
+        return None
+    return native_function(NATIVE[dtype], ADDRESS, INTEGER, ADDRESS, INTEGER, FLOAT, ADDRESS, ADDRESS)

@@ -6,9 +6,8 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
-from tp.kernels.int8_weight import Int8Weight
+from tp.kernels.rows import rows_of
 from tp.layers.handles import Normed, Partial, column_linear
 from tp.layers.parameter import ParallelModule
 from tp.parallel.group import TensorParallelGroup
@@ -76,12 +75,8 @@ class VocabParallelEmbedding(_VocabParallel):
 
     def forward(self, token_ids: Tensor) -> Partial:
         """[N] int64 → this rank's addend of [N, D]."""
-        local_ids = token_ids - self.vocab_range.start
-        owned = (local_ids >= 0) & (local_ids < len(self.vocab_range))
-        local_ids = local_ids.where(owned, 0)
-        weight: Tensor | Int8Weight = self.weight
-        rows = weight.rows(local_ids) if isinstance(weight, Int8Weight) else functional.embedding(local_ids, weight)
-        return Partial(rows.where(owned.unsqueeze(-1), 0), self.group)
+        rows = rows_of(self.weight, token_ids, self.vocab_range.start, len(self.vocab_range))
+        return Partial(rows, self.group)
 
 
 class ParallelLMHead(_VocabParallel):

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from tp.config import RopeConfig
+from tp.kernels.rotary import cos_and_sin
 from tp.layers.step import Step
 
 
@@ -27,11 +28,8 @@ class RotaryEmbedding:
 
     def __call__(self, step: Step, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """cos and sin, each [N, 1, head_dim] in `dtype`."""
-        positions = step.positions().to(torch.float32).unsqueeze(-1)
-        angles = positions * self._frequencies(step)
-        angles = torch.cat([angles, angles], dim=-1).unsqueeze(1)
-        cos, sin = angles.cos() * self.attention_scaling, angles.sin() * self.attention_scaling
-        return cos.to(dtype), sin.to(dtype)
+        cos, sin = cos_and_sin(step.positions(), self._frequencies(step), self.attention_scaling, dtype)
+        return cos.unsqueeze(1), sin.unsqueeze(1)
 
     def _frequencies(self, step: Step) -> Tensor:
         """[d/2], or [N, d/2] where they depend on the length of each sequence."""

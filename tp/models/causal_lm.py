@@ -89,7 +89,8 @@ class CausalLM(nn.Module):
 
     def next_token_logits(self, step: Step, cache: KVCache) -> ShardedLogits:
         """Runs a step and returns [B, V]: the logits at the last token of each of its sequences, and no others."""
-        return self.logits_of(self.residual_stream(step, cache).take(step.last_rows()))
+        stream = self.residual_stream(step, cache)
+        return self.logits_of(stream if step.decodes and not stream.layout.sharded else stream.take(step.last_rows()))
 
     def residual_stream(self, step: Step, cache: KVCache | None = None) -> ResidualStream:
         """Runs a step and returns the stream after the last layer, no logits computed."""

@@ -52,7 +52,10 @@ class CommunicationStatistics:
         self._sum_up(len(self._cuda_events))
         return self._seconds
 
-    def add_seconds(self, seconds: float) -> None:
+    def add(self, calls: int, nbytes: int, seconds: float) -> None:
+        """Counts collectives that have been timed elsewhere."""
+        self.calls += calls
+        self.bytes += nbytes
         self._seconds += seconds
 
     def add_cuda_events(self, start: torch.cuda.Event, end: torch.cuda.Event) -> None:
@@ -105,6 +108,14 @@ class Communicator(ABC):
         """The tensor of rank `source`; on the other ranks `tensor` gives shape, dtype and device."""
         return self._timed(tensor.nbytes, tensor, self._broadcast, source)
 
+    def persist(self, status: int) -> None:
+        """Completes a collective that the C++ library began, and that came back unfinished.
+
+        Raises:
+            CommunicationError: a peer is lost, or in another collective; or this communicator has none in C++.
+        """
+        raise CommunicationError(f"a collective came back with status {status}, which nobody here began")
+
     @abstractmethod
     def all_gather_object(self, value: Any) -> list[Any]:
         """Every rank's (picklable) value, in rank order. For set-up and errors, not for steps."""
@@ -130,20 +141,20 @@ class Communicator(ABC):
 
     def _timed(self, nbytes: int, tensor: Tensor, collective: Callable[..., R], *arguments: Any) -> R:
         """`collective(tensor, *arguments)`, counted."""
-        self.statistics.calls += 1
-        self.statistics.bytes += nbytes
         if is_being_captured(tensor):
+            self.statistics.add(1, nbytes, 0.0)
             return collective(tensor, *arguments)
         if tensor.is_cuda:
             start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             start.record()
             result = collective(tensor, *arguments)
             end.record()
+            self.statistics.add(1, nbytes, 0.0)
             self.statistics.add_cuda_events(start, end)
             return result
         began = time.perf_counter()
         result = collective(tensor, *arguments)
-        self.statistics.add_seconds(time.perf_counter() - began)
+        self.statistics.add(1, nbytes, time.perf_counter() - began)
         return result
 
 

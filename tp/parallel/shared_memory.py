@@ -213,9 +213,9 @@ class SharedMemoryCommunicator(ProcessGroupCommunicator):
             raise CommunicationError(self._refusal)
         status = collective(self._endpoint, *arguments)
         if status:
-            self._persist(status)
+            self.persist(status)
 
-    def _persist(self, status: int) -> None:
+    def persist(self, status: int) -> None:
         """Goes on with a collective whose peers are late. In between, Python runs the handlers of signals."""
         if status == BUSY:
             raise CommunicationError(f"rank {self.rank}: another thread is in a collective of the same group")
@@ -288,7 +288,7 @@ def _address(tensor: Tensor | None) -> int | None:
     return None if tensor is None else tensor.data_ptr()
 
 
-@functools.lru_cache(maxsize=1024)
+@functools.cache  # kept: a captured step goes on using their addresses
 def _multiples(sizes: tuple[int, ...], unit: int) -> ctypes.Array[ctypes.c_int64]:
     return (ctypes.c_int64 * len(sizes))(*(size * unit for size in sizes))
 

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tp.kernels.triton.rows import next_power_of_two, on_device_of
+from tp.kernels.triton.rows import JOINT_ROUNDINGS, next_power_of_two, on_device_of
 from tp.parallel.partition import ceil_div
 
 _MAX_SPLITS = 64
@@ -58,10 +58,11 @@ def attend_to_cache(
                     q.stride(0), q.stride(1), *key.stride()[:3], *value.stride()[:3],
                     math.log2(math.e) / math.sqrt(head_dim), visible, split_size, heads, splits, head_dim,
                     GROUP=max(_MIN_QUERIES, next_power_of_two(largest_group)), BLOCK_T=block_t, BLOCK_D=block_d,
+                    **JOINT_ROUNDINGS,
                 )  # fmt: skip
             _combine_kernel[(batch, heads)](
                 sums, statistics[0], statistics[1], lengths, output, visible, split_size, splits, head_dim,
-                SPLITS=next_power_of_two(max(1, splits)), BLOCK_D=block_d,
+                SPLITS=next_power_of_two(max(1, splits)), BLOCK_D=block_d, **JOINT_ROUNDINGS,
             )  # fmt: skip
     return output
 

@@ -7,7 +7,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tp.kernels.triton.rows import SEPARATE_ROUNDINGS, next_power_of_two, on_device_of, readable_rows
+from tp.kernels.triton.rows import (
+    JOINT_ROUNDINGS,
+    SEPARATE_ROUNDINGS,
+    next_power_of_two,
+    on_device_of,
+    readable_rows,
+)
 from tp.parallel.partition import ceil_div
 
 _BLOCK = 4096
@@ -27,8 +33,9 @@ def shard_statistics(logits: Tensor, targets: Tensor, num_valid: int) -> Tensor:
     if len(rows):
         with on_device_of(logits):
             _statistics_kernel[(len(rows),)](
-                rows, targets.contiguous(), statistics, rows.stride(0), len(rows), num_valid, BLOCK=block, num_warps=8
-            )
+                rows, targets.contiguous(), statistics, rows.stride(0), len(rows), num_valid,
+                BLOCK=block, num_warps=8, **JOINT_ROUNDINGS,
+            )  # fmt: skip
     return statistics
 
 

@@ -8,7 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from tp.kernels.triton.norm_of_rows import normed_rows, reciprocal_of_rows, tile_rows
-from tp.kernels.triton.rows import SEPARATE_ROUNDINGS, Tiling, on_device_of, readable_rows
+from tp.kernels.triton.rows import JOINT_ROUNDINGS, SEPARATE_ROUNDINGS, Tiling, on_device_of, readable_rows
 from tp.parallel.partition import ceil_div
 
 _MAX_PARTIAL_SUMS = 512
@@ -73,7 +73,7 @@ def _column_sums(addends: Tensor, dtype: torch.dtype) -> Tensor:
     total = torch.empty(width, dtype=dtype, device=addends.device)
     with on_device_of(addends):
         _column_sum_kernel[(ceil_div(width, _SUM_COLUMNS),)](
-            addends, total, num_addends, width, ROWS=_SUM_ROWS, COLUMNS=_SUM_COLUMNS
+            addends, total, num_addends, width, ROWS=_SUM_ROWS, COLUMNS=_SUM_COLUMNS, **JOINT_ROUNDINGS
         )
     return total
 

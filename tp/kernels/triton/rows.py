@@ -17,6 +17,8 @@ _MAX_WARPS = 16
 
 SEPARATE_ROUNDINGS: dict[str, Any] = {"enable_fp_fusion": False}
 """Launch option of kernels in which a product is rounded before it is added, in float32 too."""
+JOINT_ROUNDINGS: dict[str, Any] = {"enable_fp_fusion": True}
+"""Launch option of the others; said, since the default is not the same in all versions of Triton."""
 
 
 class Tiling(NamedTuple):

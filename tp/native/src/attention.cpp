@@ -9,7 +9,9 @@
 #include <limits>
 #include <vector>
 
+#include "exponential.h"
 #include "spread.h"
+#include "tape.h"
 #include "threads.h"
 #include "vectors.h"
 
@@ -62,6 +64,20 @@ void append(const Decode<T>& d, int64_t token) {
   }
 }
 
+// scores ← exp(scores − largest); returns their sum.
+float exponentials(float* scores, float largest, int64_t count) {
+  Floats total = {};
+  int64_t i = 0;
+  for (; i + kLanes <= count; i += kLanes) {
+    const Floats value = exponential(load(scores + i) - largest);
+    std::memcpy(scores + i, &value, sizeof value);
+    total += value;
+  }
+  float result = sum(total);
+  for (; i < count; ++i) result += scores[i] = std::exp(scores[i] - largest);
+  return result;
+}
+
 // The query heads of one KV head, and a part of one sequence's keys: what a thread works on.
 struct Part {
   int64_t token, kv_head, first_head, last_head, first_key, last_key;
@@ -101,7 +117,7 @@ void attend(const Decode<T>& d, const Part& part, Softmax* results) {
       result.largest = largest;
       result.sum *= shrink;
       for (float& x : result.weighted) x *= shrink;
-      for (int64_t key = 0; key < count; ++key) result.sum += score[key] = std::exp(score[key] - largest);
+      result.sum += exponentials(score, largest, count);
     }
     for (int64_t key = 0; key < count; ++key) {
       const T* row = d.values + offset + (first + key) * size;
@@ -169,14 +185,14 @@ void decode_attention(const Decode<T>& d, int threads) {
 }  // namespace tp
 
 #define TP_DECODE_ATTENTION(NAME, T)                                                                                \
-  void NAME(const T* q, int64_t q_stride, const T* k, int64_t k_stride, const T* v, int64_t v_stride,               \
-            const T* cosine, const T* sine, T* keys, T* values, int64_t slot_stride, int64_t head_stride,           \
-            const int64_t* slots, const int64_t* positions, const int32_t* bounds, int64_t window, float scale, \
-            T* out, int64_t tokens, int64_t heads, int64_t kv_heads, int64_t head_dim, int threads) {               \
-    tp::decode_attention<T>({q,           k,           v,     q_stride,  k_stride,   v_stride, cosine, sine, keys,  \
-                             values,      slot_stride, head_stride, slots, positions, bounds, window, scale,    \
-                             out,         tokens,      heads, kv_heads,  head_dim},                                 \
-                            threads);                                                                               \
+  int NAME(const T* q, int64_t q_stride, const T* k, int64_t k_stride, const T* v, int64_t v_stride,                \
+           const T* cosine, const T* sine, T* keys, T* values, int64_t slot_stride, int64_t head_stride,            \
+           const int64_t* slots, const int64_t* positions, const int32_t* bounds, int64_t window, float scale,      \
+           T* out, int64_t tokens, int64_t heads, int64_t kv_heads, int64_t head_dim, int threads) {                \
+    const tp::Decode<T> decode{q,      k,           v,           q_stride, k_stride,  v_stride, cosine,             \
+                               sine,   keys,        values,      slot_stride, head_stride, slots, positions,        \
+                               bounds, window,      scale,       out,      tokens,    heads,    kv_heads, head_dim}; \
+    return tp::perform([=] { return tp::decode_attention(decode, threads), 0; });                                   \
   }
 
 extern "C" {

@@ -2,6 +2,7 @@
 // where there is nothing. Each function returns a tp::Status; what it was given must stay until that is kDone.
 
 #include "communicator_collectives.h"
+#include "tape.h"
 
 namespace tp {
 namespace {
@@ -58,7 +59,7 @@ int tp_communicator_all_reduce(tp::Endpoint* endpoint, const void* own, void* to
   using namespace tp;
   const Place place = place_of(*endpoint);
   const Announcement announcement{kAllReduce, dtype, elements, detail};
-  return with_elements(dtype, [&](auto* element) {
+  return perform_collective([=] { return with_elements(dtype, [&](auto* element) -> Status {
     using T = std::remove_pointer_t<decltype(element)>;
     const T* addend = static_cast<const T*>(own);
     T* sum = static_cast<T*>(to);
@@ -66,19 +67,19 @@ int tp_communicator_all_reduce(tp::Endpoint* endpoint, const void* own, void* to
       return endpoint->begin(std::make_unique<TwoStepSum<T>>(announcement, place, addend, sum, elements));
     return endpoint->begin(
         std::make_unique<WholeReduce<Sum<T>>>(announcement, place, addend, elements, Sum<T>{sum}));
-  });
+  }); });
 }
 
 // sizes: elements of every rank's part.
 int tp_communicator_reduce_scatter(tp::Endpoint* endpoint, const void* own, void* to, const int64_t* sizes,
                                    int64_t elements, uint32_t dtype, int64_t detail) {
   using namespace tp;
-  return with_elements(dtype, [&](auto* element) {
+  return perform_collective([=] { return with_elements(dtype, [&](auto* element) -> Status {
     using T = std::remove_pointer_t<decltype(element)>;
     return endpoint->begin(std::make_unique<ScatteredReduce<Sum<T>>>(
         Announcement{kReduceScatter, dtype, elements, detail}, place_of(*endpoint), static_cast<const T*>(own), sizes,
         Sum<T>{static_cast<T*>(to)}));
-  });
+  }); });
 }
 
 // sizes: bytes of every rank's part.
@@ -86,28 +87,32 @@ int tp_communicator_all_gather(tp::Endpoint* endpoint, const char* own, char* to
                                int64_t elements, uint32_t dtype, int64_t detail) {
   using namespace tp;
   const Announcement announcement{kAllGather, dtype, elements, detail};
-  return endpoint->begin(std::make_unique<AllGather>(announcement, place_of(*endpoint), own, sizes, to));
+  return perform_collective([=] {
+    return endpoint->begin(std::make_unique<AllGather>(announcement, place_of(*endpoint), own, sizes, to));
+  });
 }
 
 int tp_communicator_broadcast(tp::Endpoint* endpoint, const char* own, char* to, int64_t bytes, int64_t elements,
                               uint32_t dtype, int64_t source) {
   using namespace tp;
   const Announcement announcement{kBroadcast, dtype, elements, source};
-  return endpoint->begin(std::make_unique<Broadcast>(announcement, place_of(*endpoint), own, static_cast<int>(source),
-                                                     bytes, to));
+  return perform_collective([=] {
+    return endpoint->begin(std::make_unique<Broadcast>(announcement, place_of(*endpoint), own,
+                                                       static_cast<int>(source), bytes, to));
+  });
 }
 
 int tp_communicator_reduce_add_rms_norm(tp::Endpoint* endpoint, const void* own, const void* bias,
                                         const void* residual, const void* weight, float eps, void* new_residual,
                                         void* normed, int64_t rows, int64_t columns, uint32_t dtype) {
   using namespace tp;
-  return with_normed_elements(dtype, [&](auto* element) {
+  return perform_collective([=] { return with_normed_elements(dtype, [&](auto* element) -> Status {
     using T = std::remove_pointer_t<decltype(element)>;
     return endpoint->begin(std::make_unique<WholeReduce<SumAddRmsNorm<T>>>(
         Announcement{kReduceAddRmsNorm, dtype, rows * columns, columns}, place_of(*endpoint),
         static_cast<const T*>(own), rows,
         add_rms_norm<T>(columns, bias, residual, weight, eps, new_residual, normed)));
-  });
+  }); });
 }
 
 // sizes: rows of every rank; residual, new_residual and normed are this rank's rows.
@@ -116,13 +121,13 @@ int tp_communicator_reduce_scatter_add_rms_norm(tp::Endpoint* endpoint, const vo
                                                 void* new_residual, void* normed, const int64_t* sizes,
                                                 int64_t elements, int64_t columns, uint32_t dtype, int64_t detail) {
   using namespace tp;
-  return with_normed_elements(dtype, [&](auto* element) {
+  return perform_collective([=] { return with_normed_elements(dtype, [&](auto* element) -> Status {
     using T = std::remove_pointer_t<decltype(element)>;
     return endpoint->begin(std::make_unique<ScatteredReduce<SumAddRmsNorm<T>>>(
         Announcement{kReduceScatterAddRmsNorm, dtype, elements, detail}, place_of(*endpoint),
         static_cast<const T*>(own), sizes,
         add_rms_norm<T>(columns, bias, residual, weight, eps, new_residual, normed)));
-  });
+  }); });
 }
 
 }  // extern "C"

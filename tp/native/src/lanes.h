@@ -24,6 +24,10 @@ struct Lanes<float> {
   Lanes operator+(const Lanes& other) const { return {all + other.all}; }
   Lanes operator*(const Lanes& other) const { return {all * other.all}; }
   Lanes operator*(float factor) const { return {all * factor}; }
+  template <typename Function>
+  Lanes map(const Function& function) const {
+    return {function(all)};
+  }
   Floats squares() const { return all * all; }
 };
 
@@ -45,6 +49,10 @@ struct Lanes<BFloat16> {
   Lanes operator+(const Lanes& other) const { return {even + other.even, odd + other.odd}; }
   Lanes operator*(const Lanes& other) const { return {even * other.even, odd * other.odd}; }
   Lanes operator*(float factor) const { return {even * factor, odd * factor}; }
+  template <typename Function>
+  Lanes map(const Function& function) const {
+    return {function(even), function(odd)};
+  }
   Floats squares() const { return even * even + odd * odd; }
 
  private:

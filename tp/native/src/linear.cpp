@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "spread.h"
+#include "tape.h"
 #include "threads.h"
 #include "vectors.h"
 
@@ -177,9 +178,10 @@ void linear(const T* x, int64_t x_stride, const Weight* weight, const float* sca
 
 // x: [rows, columns] with a stride between rows; weight: [out, columns]; scales, bias: [out] or null; y: [rows, out].
 #define TP_LINEAR(NAME, T, WEIGHT)                                                                                    \
-  void NAME(const T* x, int64_t x_stride, const WEIGHT* weight, const float* scales, const T* bias, T* y, int64_t rows, \
-            int64_t columns, int64_t out, int threads) {                                                              \
-    tp::linear(x, x_stride, weight, scales, bias, y, rows, columns, out, threads);                                    \
+  int NAME(const T* x, int64_t x_stride, const WEIGHT* weight, const float* scales, const T* bias, T* y, int64_t rows, \
+           int64_t columns, int64_t out, int threads) {                                                               \
+    return tp::perform(                                                                                               \
+        [=] { return tp::linear(x, x_stride, weight, scales, bias, y, rows, columns, out, threads), 0; });            \
   }
 
 extern "C" {

@@ -1,0 +1,75 @@
+"""Rows of a table by their indices, zeros for those that are elsewhere: embeddings, and tables of cos and sin."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from tp.choice import enabled
+from tp.kernels.int8_weight import Int8Weight
+from tp.native.library import ADDRESS, INTEGER, native_function
+
+NAME = "native_rows"
+"""For `tp.choice`."""
+_INT8 = {torch.bfloat16: "tp_int8_rows_bfloat16", torch.float32: "tp_int8_rows_float32"}
+
+
+def rows_of(table: Tensor | Int8Weight, indices: Tensor, first: int = 0, rows: int | None = None) -> Tensor:
+    """y_i = table[indices_i − first] where that is one of its rows, else 0; differentiable in the table.
+
+    Args:
+        table: [rows, D], or more with padding at the end.
+        indices: [N] int64.
+        first: index of the table's first row.
+        rows: how many of the table's rows are real; by default all.
+    """
+    rows = table.shape[0] if rows is None else rows
+    if indices.is_cpu and not torch.is_grad_enabled() and indices.dim() == 1:
+        if isinstance(table, Int8Weight):
+            if (native := _native_int8(table.dtype)) is not None:
+                return _native_int8_rows(native, table, indices.contiguous(), first, rows)
+        elif (native := _native()) is not None and table.is_contiguous():
+            return _native_rows(native, table, indices.contiguous(), first, rows)
+    own = indices - first
+    held = (own >= 0) & (own < rows)
+    own = own.where(held, 0)
+    found = table.rows(own) if isinstance(table, Int8Weight) else functional.embedding(own, table)
+    return found.where(held.unsqueeze(-1), 0)
+
+
+def _native_rows(native: Callable[..., Any], table: Tensor, indices: Tensor, first: int, rows: int) -> Tensor:
+    y = table.new_empty(indices.shape[0], table.shape[1])
+    row_bytes = table.shape[1] * table.element_size()
+    native(table.data_ptr(), row_bytes, rows, indices.data_ptr(), first, indices.shape[0], y.data_ptr())
+    return y
+
+
+def _native_int8_rows(native: Callable[..., Any], table: Int8Weight, indices: Tensor, first: int, rows: int) -> Tensor:
+    columns = table.shape[1]
+    y = table.values.new_empty(indices.shape[0], columns, dtype=table.dtype)
+    native(
+        table.values.data_ptr(), table.scales.data_ptr(), columns, rows, indices.data_ptr(), first, indices.shape[0],
+        y.data_ptr(),
+    )  # fmt: skip
+    return y
+
+
+@functools.cache
+def _native() -> Callable[..., Any] | None:
+    if not enabled(NAME):
+        return None
+    return native_function("tp_rows", ADDRESS, INTEGER, INTEGER, ADDRESS, INTEGER, INTEGER, ADDRESS)
+
+
+@functools.cache
+def _native_int8(dtype: torch.dtype) -> Callable[..., Any] | None:
+    if dtype not in _INT8 or not enabled(NAME):
+        return None
+    return native_function(
+        _INT8[dtype], ADDRESS, ADDRESS, INTEGER, INTEGER, ADDRESS, INTEGER, INTEGER, ADDRESS
+    )  # fmt: skip

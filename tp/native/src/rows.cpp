@@ -1,0 +1,61 @@
+// Rows of a table by their indices: the embedding's and the rotary tables'. Rows that are not there are zero.
+
+#include <cstring>
+
+#include "tape.h"
+#include "vectors.h"
+
+namespace tp {
+namespace {
+
+template <typename Copy, typename Clear>
+void for_each_row(const int64_t* indices, int64_t count, int64_t first, int64_t rows, const Copy& copy,
+                  const Clear& clear) {
+  for (int64_t i = 0; i < count; ++i) {
+    const int64_t row = indices[i] - first;
+    if (row >= 0 && row < rows)
+      copy(row, i);
+    else
+      clear(i);
+  }
+}
+
+template <typename T>
+void int8_rows(const int8_t* values, const float* scales, int64_t columns, int64_t rows, const int64_t* indices,
+               int64_t first, int64_t count, T* to) {
+  for_each_row(
+      indices, count, first, rows,
+      [&](int64_t row, int64_t i) {
+        for (int64_t k = 0; k < columns; ++k)
+          store(to + i * columns + k, static_cast<float>(values[row * columns + k]) * scales[row]);
+      },
+      [&](int64_t i) { std::memset(to + i * columns, 0, columns * sizeof(T)); });
+}
+
+}  // namespace
+}  // namespace tp
+
+// Row i of `to` is row indices[i] - first of the table, which has `rows` rows.
+#define TP_INT8_ROWS(NAME, T)                                                                                       \
+  int NAME(const int8_t* values, const float* scales, int64_t columns, int64_t rows, const int64_t* indices,        \
+           int64_t first, int64_t count, T* to) {                                                                   \
+    return tp::perform([=] { return tp::int8_rows(values, scales, columns, rows, indices, first, count, to), 0; }); \
+  }
+
+extern "C" {
+
+int tp_rows(const char* table, int64_t row_bytes, int64_t rows, const int64_t* indices, int64_t first, int64_t count,
+            char* to) {
+  return tp::perform([=] {
+    tp::for_each_row(
+        indices, count, first, rows,
+        [&](int64_t row, int64_t i) { std::memcpy(to + i * row_bytes, table + row * row_bytes, row_bytes); },
+        [&](int64_t i) { std::memset(to + i * row_bytes, 0, row_bytes); });
+    return 0;
+  });
+}
+
+TP_INT8_ROWS(tp_int8_rows_bfloat16, tp::BFloat16)
+TP_INT8_ROWS(tp_int8_rows_float32, float)
+
+}  // extern "C"

@@ -1,0 +1,52 @@
+// A tape of calls, the CPU's counterpart of a CUDA graph.
+//
+// Every C function of this library that a step may need does its work through `perform`. While a tape is recorded on the
+// calling thread, the work is noted as well: addresses and sizes are fixed, what lies at the addresses is not.
+#pragma once
+
+#include <cstdint>
+#include <functional>
+#include <utility>
+#include <vector>
+
+namespace tp {
+
+class Tape {
+ public:
+  using Work = std::function<int()>;
+
+  static Tape* recording();          // of this thread; null while none is recorded
+  static void record(Tape* tape);    // null: no more
+
+  void note(Work work, bool collective) { calls_.push_back({std::move(work), collective}); }
+  int64_t size() const { return static_cast<int64_t>(calls_.size()); }
+
+  // Does the calls again, from number `next` on. Stops after one whose status is not 0, which is left in *status;
+  // returns the number of the call after it.
+  int64_t replay(int64_t next, int* status);
+
+  // Seconds spent inside collectives since this was asked last.
+  double take_collective_seconds() { return std::exchange(collective_seconds_, 0.0); }
+
+ private:
+  struct Call {
+    Work work;
+    bool collective;
+  };
+  std::vector<Call> calls_;
+  double collective_seconds_ = 0;
+};
+
+template <typename Function>
+int perform(const Function& work) {
+  if (Tape* tape = Tape::recording()) tape->note(work, false);
+  return work();
+}
+
+template <typename Function>
+int perform_collective(const Function& work) {
+  if (Tape* tape = Tape::recording()) tape->note(work, true);
+  return work();
+}
+
+}  // namespace tp

@@ -1,0 +1,61 @@
+"""Records what the C++ library is called for, and does it again without Python; see tp/native/src/tape.h."""
+
+from __future__ import annotations
+
+import ctypes
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from tp.native.library import ADDRESS, INTEGER, native_function
+
+STATUS = ctypes.POINTER(ctypes.c_int)
+
+
+class Tape:
+    """Calls with fixed addresses and sizes, which must stay valid as long as the tape is replayed."""
+
+    def __init__(self) -> None:
+        self._tape = _required("tp_tape_new", result=ADDRESS)()
+        self._record = _required("tp_tape_record", ADDRESS)
+        self._replay = _required("tp_tape_replay", ADDRESS, INTEGER, STATUS, result=INTEGER)
+        self._take_seconds = _required("tp_tape_take_collective_seconds", ADDRESS, result=ctypes.c_double)
+        self._length = 0
+        weakref.finalize(self, _required("tp_tape_delete", ADDRESS), self._tape)
+
+    @contextmanager
+    def recording(self) -> Iterator[None]:
+        """Notes every call that this thread makes in the block; the calls are made as well."""
+        self._record(self._tape)
+        try:
+            yield
+        finally:
+            self._record(None)
+        self._length = _required("tp_tape_size", ADDRESS, result=INTEGER)(self._tape)
+
+    def __len__(self) -> int:
+        return self._length
+
+    def replay(self, persist: Callable[[int], None]) -> None:
+        """Makes all calls again, in their order.
+
+        Args:
+            persist: completes a collective that came back with a status other than 0, or raises.
+        """
+        position, status = 0, ctypes.c_int()
+        while position < self._length:
+            position = self._replay(self._tape, position, ctypes.byref(status))
+            if status.value:
+                persist(status.value)
+
+    def take_collective_seconds(self) -> float:
+        """Seconds that replays have spent inside collectives since this was asked last."""
+        seconds: float = self._take_seconds(self._tape)
+        return seconds
+
+
+def _required(name: str, *argument_types: Any, result: Any = None) -> Callable[..., Any]:
+    function = native_function(name, *argument_types, result=result)
+    assert function is not None, "a tape needs the C++ library"
+    return function
