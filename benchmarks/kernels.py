@@ -9,6 +9,7 @@ launches, each after a write that empties the caches and keeps the GPU busy whil
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import sys
 from collections.abc import Callable, Iterator
@@ -92,8 +93,9 @@ def milliseconds(run: Callable[[], object], device: torch.device, runs: int) -> 
 
 
 def compiled_for_each_shape(function: Callable[..., Any]) -> Callable[..., Any]:
-    """By torch.compile, for the shapes of its first call alone."""
-    return torch.compile(function, dynamic=False)
+    """By torch.compile at the first call, for the shapes of that call alone."""
+    compiled = functools.cache(lambda: torch.compile(function, dynamic=False))
+    return lambda *arguments: compiled()(*arguments)
 
 
 def all_cases(device: torch.device, sizes: Sizes) -> Iterator[Case]:

@@ -1,12 +1,14 @@
 """The Triton kernels in Triton's interpreter, where there is no GPU; and what importing the package does not do.
 
 The interpreter is chosen when Triton is imported, for a whole process: the tests of `tests/triton_kernels` run in one
-of their own. Where there is a GPU, pytest collects them itself and they run compiled.
+of their own. Where there is a GPU, pytest collects them itself and they run compiled; elsewhere a
+program compiles the kernels and runs nothing.
 """
 
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -30,6 +32,29 @@ def test_kernels_in_the_interpreter():
         check=False,
     )
     assert child.returncode == 0, f"{' '.join(command)} with TRITON_INTERPRET=1:\n{child.stdout}"
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the kernels' tests run compiled, one by one")
+@pytest.mark.skipif(sys.platform != "linux", reason="Triton brings its assembler for Linux only")
+def test_kernels_compile_for_a_gpu_that_is_not_there():
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    child = subprocess.run(
+        [sys.executable, str(HERE / "compile_for_a_gpu.py")],
+        cwd=HERE.parent,
+        env=environment | {"PYTHONPATH": str(HERE.parent)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert child.returncode == 0, child.stdout + child.stderr
+    compiled = {tuple(line.split()[:2]) for line in child.stdout.splitlines()}
+    kernels = {
+        (path.stem, name)
+        for path in (HERE.parent / "tp" / "kernels" / "triton").glob("*.py")
+        for name in re.findall(r"def (_\w*kernel)\(", path.read_text())
+    }
+    assert compiled == kernels
+    assert all(int(line.split()[2]) > 0 for line in child.stdout.splitlines())
 
 
 def test_importing_and_using_the_package_on_a_cpu_does_not_import_triton():

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tp.choice import enabled, warn_once
+from tp.errors import first_line
 from tp.kernels.linear import MOST_NATIVE_ROWS
 from tp.layers.embedding import ShardedLogits
 from tp.layers.kv_cache import KVCache
@@ -73,8 +74,11 @@ class CudaGraph:
                 plain = run()
         torch.cuda.current_stream().wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-            logits = run()
+        try:
+            with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+                logits = run()
+        except RuntimeError as error:
+            raise CaptureError(f"CUDA cannot capture a step: {first_line(error)}") from error
         graph.replay()
         bound = 8 * torch.finfo(plain.local.dtype).eps * plain.local.float().abs().amax()
         if not bool(((logits.local.float() - plain.local.float()).abs() <= bound).all()):

@@ -14,10 +14,10 @@ from tp.errors import CommunicationError, TensorParallelError, first_line
 from tp.parallel.communicator import (
     AloneCommunicator,
     Communicator,
-    NativeCommunicator,
     OrderedCommunicator,
 )
 from tp.parallel.shared_memory import host_or_gloo
+from tp.parallel.symmetric_memory import symmetric_or_nccl
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -83,7 +83,7 @@ class TensorParallelGroup:
             backend = "nccl" if on_cuda else "gloo"
         if backend == "nccl":
             device = device or torch.device("cuda", torch.cuda.current_device())
-            return cls(NativeCommunicator(process_group), device)
+            return cls(symmetric_or_nccl(process_group, torch.device(device)), device)
         if backend == "gloo":
             on_cpu = torch.device(device or "cpu").type == "cpu"
             over = host_or_gloo if on_cpu else OrderedCommunicator

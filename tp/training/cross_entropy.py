@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from tp.errors import LayoutError, RequestError
+from tp.kernels.cross_entropy import shard_gradient, shard_statistics
 from tp.kernels.statistics import statistics_dtype
 from tp.layers.embedding import ParallelLMHead, ShardedLogits
 from tp.layers.handles import Normed, column_parallel_input
@@ -127,38 +128,21 @@ class _Shard(NamedTuple):
 def _loss_and_gradient(
     local: Tensor, labels: Tensor, shard: _Shard, ignore_index: int, smoothing: float
 ) -> tuple[Tensor, Tensor]:
-    """Sum of the losses of these tokens, and d(sum)/d(local), in the statistics dtype.
+    """Sum of the losses of these tokens in the statistics dtype, and d(sum)/d(local) in local's.
 
     Ranks without real columns contribute the dtype's lowest finite value as their maximum, never −inf − −inf.
     """
-    wide = local.to(statistics_dtype(local.dtype), copy=True)
-    real = wide[..., : shard.num_valid]
-    own_label = labels - shard.start
-    owned = (own_label >= 0) & (own_label < shard.num_valid)
-    own_label = own_label.where(owned, 0).unsqueeze(-1)
-    if shard.num_valid:
-        maximum = real.amax(-1)
-        target = real.gather(-1, own_label).squeeze(-1).where(owned, 0)
-    else:
-        maximum = wide.new_full(labels.shape, torch.finfo(wide.dtype).min)
-        target = torch.zeros_like(maximum)
-    exponentials = (real - maximum.unsqueeze(-1)).exp()
-    own = torch.stack([maximum, exponentials.sum(-1), target, real.sum(-1)])
+    targets = labels - shard.start
+    own = shard_statistics(local, targets, shard.num_valid)
     gathered = shard.group.communicator.all_gather(own.unsqueeze(0), [1] * shard.group.size)
-    maxima, sums, targets, totals = gathered.unbind(1)
+    maxima, sums, target_logits, totals = gathered.unbind(1)
     top = maxima.amax(0)
     log_sum = (sums * (maxima - top).exp()).sum(0).log()  # lse − top: small, where lse may be large and coarse
     valid = labels != ignore_index
-    nll = log_sum - (targets.sum(0) - top)
+    nll = log_sum - (target_logits.sum(0) - top)
     smooth = log_sum - (totals.sum(0) / shard.vocab_size - top)
     loss = ((1 - smoothing) * nll + smoothing * smooth).where(valid, 0).sum()
-
-    gradient = torch.zeros_like(wide)
-    probabilities = exponentials.mul_((maximum - top - log_sum).exp().unsqueeze(-1))
-    probabilities -= smoothing / shard.vocab_size
-    if shard.num_valid:
-        probabilities.scatter_add_(-1, own_label, (smoothing - 1) * owned.unsqueeze(-1).to(wide.dtype))
-    gradient[..., : shard.num_valid] = probabilities.where(valid.unsqueeze(-1), 0)
+    gradient = shard_gradient(local, targets, shard.num_valid, top, log_sum, valid, smoothing, shard.vocab_size)
     return loss, gradient
 
 
@@ -168,7 +152,7 @@ class _CrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, local: Tensor, labels: Tensor, shard: _Shard, ignore_index: int, smoothing: float) -> Tensor:
         loss, gradient = _loss_and_gradient(local, labels, shard, ignore_index, smoothing)
-        ctx.save_for_backward(gradient.to(local.dtype))
+        ctx.save_for_backward(gradient)
         return loss
 
     @staticmethod
@@ -199,7 +183,6 @@ class _ChunkedHeadCrossEntropy(torch.autograd.Function):
             rows = slice(start, start + chunk_size)
             logits = functional.linear(x[rows], weight)
             loss, gradient = _loss_and_gradient(logits, labels[rows], shard, ignore_index, smoothing)
-            gradient = gradient.to(x.dtype)
             d_x[rows] = gradient @ weight
             d_weight += gradient.T @ x[rows]
             total += loss
