@@ -87,7 +87,7 @@ def test_memory_is_checked_before_anything_is_allocated(directory: Path, max_con
     free = weights - 1 if max_context is None else weights + 7 * per_token
     with (
         mock.patch("tp.checkpoint.memory.free_memory", return_value=free),
-        mock.patch("torch.nn.Module.to_empty", side_effect=AssertionError("allocated")),
+        mock.patch("tp.generation.loading.materialise", side_effect=AssertionError("allocated")),
         pytest.raises(CapacityError, match=message),
     ):
         load(str(directory), max_context=max_context)

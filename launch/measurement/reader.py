@@ -2,12 +2,14 @@
 
 The read is `memcmp` of the C library over the two halves of the buffer, which are equal: it takes in whole vector
 registers from two places at a time, stores nothing, and lets go of Python's lock. It was faster than memchr and than
-sums by torch or numpy. The buffer is anonymous memory without huge pages, as torch's are.
+sums by torch or numpy. The buffer is in huge pages, where the system gives them, as the
+engine's weights are.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import ctypes
 import mmap
 import time
@@ -30,6 +32,9 @@ class Buffer:
 
     def __init__(self, nbytes: int) -> None:
         self._memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        if hasattr(mmap, "MADV_HUGEPAGE"):
+            with contextlib.suppress(OSError):
+                self._memory.madvise(mmap.MADV_HUGEPAGE)
         for start in range(0, nbytes, PAGE_BYTES):
             self._memory[start] = 1  # untouched, every page would be the same page of zeros
         self._first_half = ctypes.addressof(ctypes.c_char.from_buffer(self._memory))

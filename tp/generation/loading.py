@@ -11,6 +11,7 @@ from tp.checkpoint import check_fits, open_checkpoint, weight_bytes
 from tp.dtypes import DTYPES
 from tp.errors import ConfigError
 from tp.generation.language_model import LanguageModel
+from tp.huge_pages import materialise
 from tp.parallel.group import TensorParallelGroup
 
 
@@ -59,7 +60,7 @@ def load(
             capacity=max_context or 1,
             dtype=model.dtype,
         )
-        model.to_empty(device=group.device)
+        materialise(model, group.device)
         model.load_report = checkpoint.load_into(model, progress)
     model.eos_token_ids = checkpoint.generation_eos_token_ids
     model.set_tokenizer_loader(checkpoint.tokenizer)

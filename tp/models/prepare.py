@@ -6,6 +6,7 @@ import torch
 from torch import nn
 
 from tp.errors import ConfigError
+from tp.huge_pages import Block
 from tp.kernels.int8_weight import Int8Weight
 from tp.layers.linear import RowParallelLinear
 from tp.layers.parameter import ParallelModule
@@ -29,22 +30,29 @@ def prepare_for_inference(model: nn.Module, weights: str) -> None:
     """
     if weights not in WEIGHTS:
         raise ConfigError(f"weights {weights!r} are not supported: {', '.join(WEIGHTS)}")
+    matrices = [(module, weight) for module in model.modules() if (weight := _matrix_of(module)) is not None]
+    shapes = {id(weight): weight.shape for _, weight in matrices}
+    block = Block(sum(Block.bytes_for(shape, torch.int8) for shape in shapes.values()))
     made: dict[int, Int8Weight] = {}
-    for module in list(model.modules()):
-        if not isinstance(module, ParallelModule) or not isinstance(module._parameters.get("weight"), nn.Parameter):
-            continue
-        weight = module._parameters["weight"]
-        assert weight is not None
-        if weight.dim() == 2:
-            if id(weight) not in made:
-                made[id(weight)] = _int8(module, weight)
-            del module.weight
-            module.weight = made[id(weight)]
+    while matrices:
+        module, weight = matrices.pop(0)
+        if id(weight) not in made:
+            made[id(weight)] = _int8(module, weight, block)
+        del module.weight
+        module.weight = made[id(weight)]
 
 
-def _int8(module: ParallelModule, weight: torch.Tensor) -> Int8Weight:
+def _matrix_of(module: nn.Module) -> nn.Parameter | None:
+    weight = module._parameters.get("weight") if isinstance(module, ParallelModule) else None
+    return weight if weight is not None and weight.dim() == 2 else None
+
+
+def _int8(module: nn.Module, weight: torch.Tensor, block: Block) -> Int8Weight:
     largest = weight.abs().amax(1)
     if isinstance(module, RowParallelLinear):  # this rank has only some columns of each row
         communicator = module.group.communicator
         largest = communicator.all_gather(largest.unsqueeze(0), [1] * module.group.size).amax(0)
-    return Int8Weight(weight, largest)
+    int8 = Int8Weight(weight, largest)
+    if weight.is_cpu:
+        int8.values = block.empty(weight.shape, torch.int8).copy_(int8.values)
+    return int8

@@ -13,11 +13,6 @@
 namespace tp {
 namespace {
 
-constexpr int64_t kPrefetchBytes = 4096;
-constexpr int64_t kRowsPerTask = 8;
-
-inline void prefetch(const void* address) { __builtin_prefetch(static_cast<const char*>(address) + kPrefetchBytes); }
-
 // How weights of a type are multiplied with x: in what form x lies, and what a group of elements adds to a total.
 template <typename Weight>
 struct Product;
@@ -96,64 +91,56 @@ void finish(const Problem<T, Weight>& p, int64_t row, int64_t n, Floats total) {
   store(p.y + row * p.out + n, p.bias ? result + to_float(p.bias[n]) : result);
 }
 
-// One weight row after the other, so that memory is read as one stream; several accumulators hide the latency of adds.
-template <typename T, typename Weight>
-void one_row(const Problem<T, Weight>& p, int64_t first, int64_t last) {
+// Weight rows n, n + apart, … times kRows rows of x from `row` on. The rows are far from each other, so that memory is
+// read as several streams at once: one alone does not keep it busy.
+template <int kStreams, int kRows, typename T, typename Weight>
+void tile(const Problem<T, Weight>& p, int64_t row, int64_t n, int64_t apart) {
   using P = Product<Weight>;
-  constexpr int kTotals = 4;
-  for (int64_t n = first; n < last; ++n) {
-    const Weight* w = p.weight + n * p.columns;
-    Floats totals[kTotals] = {};
-    int64_t k = 0;
-    for (; k + kTotals * P::kGroup <= p.whole; k += kTotals * P::kGroup)
-      for (int i = 0; i < kTotals; ++i) {
-        prefetch(w + k + i * P::kGroup);
-        P::add(totals[i], P::group(w + k + i * P::kGroup), p.x + k + i * P::kGroup);
-      }
-    for (; k < p.whole; k += P::kGroup) P::add(totals[0], P::group(w + k), p.x + k);
-    finish(p, 0, n, (totals[0] + totals[1]) + (totals[2] + totals[3]));
-  }
-}
-
-// A tile of weight rows times rows of x: each load of either serves several products.
-template <int kWeightRows, int kRows, typename T, typename Weight>
-void tile(const Problem<T, Weight>& p, int64_t row, int64_t n) {
-  using P = Product<Weight>;
-  const Weight* w = p.weight + n * p.columns;
+  constexpr int kGroups = kRows == 1 ? 2 : 1;  // accumulators enough to hide the latency of adds
+  const Weight* weight = p.weight + n * p.columns;
   const auto* x = p.x + row * p.columns;
-  Floats totals[kWeightRows][kRows] = {};
-  for (int64_t k = 0; k < p.whole; k += P::kGroup) {
-    typename P::Group groups[kWeightRows];
-    for (int i = 0; i < kWeightRows; ++i) {
-      prefetch(w + i * p.columns + k);
-      groups[i] = P::group(w + i * p.columns + k);
-    }
-    for (int m = 0; m < kRows; ++m)
-      for (int i = 0; i < kWeightRows; ++i) P::add(totals[i][m], groups[i], x + m * p.columns + k);
+  const int64_t stride = apart * p.columns;
+  Floats totals[kStreams][kRows][kGroups] = {};
+  int64_t k = 0;
+  for (; k + kGroups * P::kGroup <= p.whole; k += kGroups * P::kGroup) {
+#pragma GCC unroll 4
+    for (int i = 0; i < kStreams; ++i)
+#pragma GCC unroll 2
+      for (int group = 0; group < kGroups; ++group) {
+        const int64_t place = k + group * P::kGroup;
+        const auto weights = P::group(weight + i * stride + place);
+#pragma GCC unroll 4
+        for (int m = 0; m < kRows; ++m) P::add(totals[i][m][group], weights, x + m * p.columns + place);
+      }
   }
-  for (int i = 0; i < kWeightRows; ++i)
-    for (int m = 0; m < kRows; ++m) finish(p, row + m, n + i, totals[i][m]);
+  for (; k < p.whole; k += P::kGroup)
+    for (int i = 0; i < kStreams; ++i)
+      for (int m = 0; m < kRows; ++m) P::add(totals[i][m][0], P::group(weight + i * stride + k), x + m * p.columns + k);
+  for (int i = 0; i < kStreams; ++i)
+    for (int m = 0; m < kRows; ++m) {
+      Floats total = totals[i][m][0];
+      for (int group = 1; group < kGroups; ++group) total += totals[i][m][group];
+      finish(p, row + m, n + i * apart, total);
+    }
 }
 
-template <int kRows, typename T, typename Weight>
-void tiles(const Problem<T, Weight>& p, int64_t row, int64_t first, int64_t last) {
-  int64_t n = first;
-  for (; n + 2 <= last; n += 2) tile<2, kRows>(p, row, n);
-  for (; n < last; ++n) tile<1, kRows>(p, row, n);
+// The same for all rows of x, a few at a time: the weight rows are in the cache after the first.
+template <int kStreams, typename T, typename Weight>
+void tiles(const Problem<T, Weight>& p, int64_t rows, int64_t n, int64_t apart) {
+  constexpr int kMost = kStreams == 4 ? 1 : 4;
+  int64_t row = 0;
+  for (; row + kMost <= rows; row += kMost) tile<kStreams, kMost>(p, row, n, apart);
+  if constexpr (kMost > 2)
+    if (rows - row == 3) tile<kStreams, 3>(p, row, n, apart), row += 3;
+  for (; row < rows; ++row) tile<kStreams, 1>(p, row, n, apart);
 }
 
-template <typename T, typename Weight>
-void some_rows(const Problem<T, Weight>& p, int64_t rows, int64_t first, int64_t last) {
-  for (int64_t n = first; n < last; n += kRowsPerTask) {  // few weight rows at a time, so that they stay in the cache
-    const int64_t end = std::min(last, n + kRowsPerTask);
-    int64_t row = 0;
-    for (; row + 4 <= rows; row += 4) tiles<4>(p, row, n, end);
-    switch (rows - row) {
-      case 3: tiles<3>(p, row, n, end); break;
-      case 2: tiles<2>(p, row, n, end); break;
-      case 1: tiles<1>(p, row, n, end); break;
-    }
-  }
+// Weight rows [first, last): `kStreams` parts of them side by side, and what is left over one by one.
+template <int kStreams, typename T, typename Weight>
+void streams(const Problem<T, Weight>& p, int64_t rows, int64_t first, int64_t last) {
+  const int64_t apart = (last - first) / kStreams;
+  for (int64_t n = first; n < first + apart; ++n) tiles<kStreams>(p, rows, n, apart);
+  for (int64_t n = first + kStreams * apart; n < last; ++n) tiles<1>(p, rows, n, 1);
 }
 
 template <typename T, typename Weight>
@@ -167,9 +154,9 @@ void linear(const T* x, int64_t x_stride, const Weight* weight, const float* sca
   const Problem<T, Weight> problem{prepared.data(), weight, scales, bias, y, columns, whole, out};
   in_parallel(out, threads, [&](int64_t first, int64_t last) {
     if (rows == 1)
-      one_row(problem, first, last);
+      streams<4>(problem, rows, first, last);
     else
-      some_rows(problem, rows, first, last);
+      streams<2>(problem, rows, first, last);
   });
 }
 

@@ -1,0 +1,51 @@
+"""Weights in one block: right shapes, ties kept, and huge pages where the system gives them."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from tp.huge_pages import HUGE_PAGE_BYTES, Block, materialise
+
+
+def test_parameters_lie_in_one_block_and_stay_tied() -> None:
+    model = nn.ModuleDict({"a": nn.Linear(3, 5, device="meta"), "b": nn.Linear(3, 5, bias=False, device="meta")})
+    model["b"].weight = model["a"].weight
+    model["a"].bias.requires_grad_(False)
+    materialise(model, torch.device("cpu"))
+    a, b = model["a"], model["b"]
+    assert a.weight is b.weight
+    assert (a.weight.shape, a.bias.shape) == ((5, 3), (5,))
+    assert a.weight.requires_grad and not a.bias.requires_grad
+    assert a.weight.data_ptr() % 64 == a.bias.data_ptr() % 64 == 0
+    a.weight.data.fill_(1.0)
+    a.bias.data.fill_(2.0)
+    assert (a.weight == 1).all() and (a.bias == 2).all()
+    torch.testing.assert_close(a(torch.ones(1, 3)), torch.full((1, 5), 5.0))
+
+
+def test_a_block_outlives_its_maker() -> None:
+    shape = torch.Size((1000, 300))
+    first, second = (lambda block: (block.empty(shape, torch.bfloat16), block.empty(shape, torch.int8)))(Block(10**6))
+    first.fill_(3), second.fill_(4)
+    assert (first == 3).all() and (second == 4).all()
+
+
+@pytest.mark.skipif(
+    not Path("/sys/kernel/mm/transparent_hugepage/enabled").exists()
+    or "[never]" in Path("/sys/kernel/mm/transparent_hugepage/enabled").read_text(),
+    reason="this system gives no huge pages",
+)
+def test_a_large_block_is_in_huge_pages() -> None:
+    tensor = Block(16 * HUGE_PAGE_BYTES).empty(torch.Size((16, HUGE_PAGE_BYTES)), torch.uint8).fill_(1)
+    address = tensor.data_ptr()
+    for region in re.split(r"\n(?=[0-9a-f]+-[0-9a-f]+ )", Path("/proc/self/smaps").read_text()):
+        start, stop = (int(number, 16) for number in region.split(maxsplit=1)[0].split("-"))
+        if start <= address < stop:
+            assert int(re.search(r"AnonHugePages:\s+(\d+) kB", region)[1]) * 1024 >= 8 * HUGE_PAGE_BYTES
+            return
+    raise AssertionError("the block is in no region")
