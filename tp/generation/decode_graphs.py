@@ -125,6 +125,10 @@ class _Watch(TorchDispatchMode):
         self.tensors: list[Any] = []
         self.computing: set[str] = set()
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # else torch imports its compiler, for a second, to tell it to keep away
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         self.tensors.append(result)

@@ -127,12 +127,14 @@ void tile(const Problem<T, Weight>& p, int64_t row, int64_t n, int64_t apart) {
 // The same for all rows of x, a few at a time: the weight rows are in the cache after the first.
 template <int kStreams, typename T, typename Weight>
 void tiles(const Problem<T, Weight>& p, int64_t rows, int64_t n, int64_t apart) {
-  constexpr int kMost = kStreams == 4 ? 1 : 4;
+  constexpr int kMost = kStreams == 4 ? 2 : 4;  // more would not fit the registers
   int64_t row = 0;
   for (; row + kMost <= rows; row += kMost) tile<kStreams, kMost>(p, row, n, apart);
-  if constexpr (kMost > 2)
-    if (rows - row == 3) tile<kStreams, 3>(p, row, n, apart), row += 3;
-  for (; row < rows; ++row) tile<kStreams, 1>(p, row, n, apart);
+  switch (rows - row) {
+    case 3: tile<kStreams, 3>(p, row, n, apart); break;
+    case 2: tile<kStreams, 2>(p, row, n, apart); break;
+    case 1: tile<kStreams, 1>(p, row, n, apart); break;
+  }
 }
 
 // Weight rows [first, last): `kStreams` parts of them side by side, and what is left over one by one.
@@ -153,7 +155,7 @@ void linear(const T* x, int64_t x_stride, const Weight* weight, const float* sca
   const int64_t whole = columns / P::kGroup * P::kGroup;
   const Problem<T, Weight> problem{prepared.data(), weight, scales, bias, y, columns, whole, out};
   in_parallel(out, threads, [&](int64_t first, int64_t last) {
-    if (rows == 1)
+    if (rows <= 2)
       streams<4>(problem, rows, first, last);
     else
       streams<2>(problem, rows, first, last);

@@ -88,9 +88,17 @@ inline Floats even(Words pairs) { return reinterpret_cast<Floats>(pairs << 16); 
 inline Floats odd(Words pairs) { return reinterpret_cast<Floats>(pairs & 0xffff0000u); }
 
 inline float sum(Floats x) {
+#if defined(__AVX2__)
+  const float* lanes = reinterpret_cast<const float*>(&x);
+  __m128 total = _mm_loadu_ps(lanes);
+  for (int64_t lane = 4; lane < kLanes; lane += 4) total = _mm_add_ps(total, _mm_loadu_ps(lanes + lane));
+  total = _mm_add_ps(total, _mm_movehl_ps(total, total));
+  return _mm_cvtss_f32(_mm_add_ss(total, _mm_movehdup_ps(total)));
+#else
   float total = 0;
   for (int64_t lane = 0; lane < kLanes; ++lane) total += x[lane];
   return total;
+#endif
 }
 
 }  // namespace tp
