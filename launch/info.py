@@ -13,7 +13,7 @@ import tp
 from launch.terminal import Terminal
 
 PACKAGES = ("torch", "triton", "transformers", "safetensors", "gguf", "huggingface_hub", "tokenizers", "numpy", "rich")
-VARIABLES = ("CUDA_", "GLOO_", "HF_", "MKL_", "NCCL_", "OMP_", "TORCH", "TRITON_")
+VARIABLES = ("CUDA_", "GLOO_", "HF_", "MKL_", "NCCL_", "OMP_", "TORCH", "TP_DECODER_", "TRITON_")
 DESCRIPTION = "Versions, devices, backends and threads of this machine: what a bug report needs."
 
 
@@ -36,6 +36,8 @@ def gather() -> dict[str, Any]:
     import torch
     from torch import distributed
 
+    from tp.native.build import library_path
+
     available = distributed.is_available()
     return {
         "tp-decoder": tp.__version__,
@@ -46,6 +48,7 @@ def gather() -> dict[str, Any]:
         "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
         "threads": torch.get_num_threads(),
         "cpu_capability": torch.backends.cpu.get_cpu_capability(),
+        "cpp_kernels": str(library_path()) if library_path().exists() else None,
         "cuda": torch.version.cuda,
         "devices": [_device(index) for index in range(torch.cuda.device_count())],
         "backends": {

@@ -31,11 +31,10 @@ def transformers_from_gguf(path: Path, dtype: Any) -> Any:
     return model.eval()
 
 
-def hub_directory_from_gguf(path: Path, directory: Path) -> Path:
-    """The same weights rounded to bfloat16, as a Hub directory with tokenizer, as transformers saves it."""
+def save_as_hub_directory(model: Any, tokenizer: Any, directory: Path) -> Path:
+    """The model's weights rounded to bfloat16, as a Hub directory with tokenizer, as transformers saves it."""
     import torch
-    from transformers import AutoTokenizer
 
-    transformers_from_gguf(path, torch.bfloat16).save_pretrained(directory)
-    AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name).save_pretrained(directory)
+    model.to(torch.bfloat16).save_pretrained(directory)
+    tokenizer.save_pretrained(directory)
     return directory

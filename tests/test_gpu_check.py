@@ -9,12 +9,15 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from benchmarks import gpu_check
 from benchmarks.gpu_parts.record import Record, require
 
 ROOT = Path(__file__).parent.parent
 
 
+@pytest.mark.long
 def test_a_dry_run_of_all_parts(tmp_path):
     results = tmp_path / "results.json"
     command = [sys.executable, "benchmarks/gpu_check.py", "--cpu", "--json", str(results)]

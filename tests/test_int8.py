@@ -34,8 +34,33 @@ def test_linear_computes_with_the_rounded_weight(rows: int, dtype: torch.dtype) 
     assert ((rounded - weight.double()).abs() <= int8.scales.double().unsqueeze(1) * 0.5001).all()
     x = random(rows, 77, dtype=dtype)
     exact = x.double() @ rounded.t() + bias.double()
-    torch.testing.assert_close(linear(x, int8, bias), exact.to(dtype))
+    scale = x.double().abs().amax(1, keepdim=True) * rounded.abs().sum(1)  # x itself may be rounded to 16 bits
+    error = (linear(x, int8, bias).double() - exact).abs()
+    assert (
+        error <= torch.finfo(dtype).eps / 2 * exact.abs() + scale / (65000 if dtype == torch.bfloat16 else 1e6)
+    ).all()
     assert torch.equal(int8.rows(torch.tensor([3, 0])), rounded[[3, 0]].to(dtype))
+
+
+@pytest.mark.parametrize("columns", [896, 20011])
+def test_the_largest_products_do_not_overflow(columns: int) -> None:
+    weight = torch.ones(5, columns, dtype=torch.bfloat16)
+    weight[1] *= -1
+    weight[2, 1::2] = -1
+    int8 = Int8Weight(weight, weight.abs().amax(1))
+    for rows in (1, 3):
+        y = linear(torch.full((rows, columns), 3.0, dtype=torch.bfloat16), int8)
+        exact = torch.tensor([3.0, -3.0, 3.0 * (columns % 2) / columns, 3.0, 3.0]) * columns
+        torch.testing.assert_close(y.float(), exact.expand(rows, -1), rtol=0.004, atol=1e-3)
+
+
+def test_what_is_not_finite_shows() -> None:
+    int8 = Int8Weight(random(4, 33, dtype=torch.bfloat16), torch.full((4,), 3.0))
+    for value in (float("nan"), float("inf")):
+        x = random(2, 33, dtype=torch.bfloat16)
+        x[1, 5] = value
+        y = linear(x, int8)
+        assert y[0].isfinite().all() and not y[1].isfinite().any()
 
 
 def logits_and_integers(

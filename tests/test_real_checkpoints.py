@@ -8,11 +8,12 @@ holds qwen2.5-coder-0.5b.gguf and, beside it, the Hub directory qwen2.5-coder-0.
 from __future__ import annotations
 
 import os
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 import torch
-from real_checkpoints import fetch_smollm2, hub_directory_from_gguf, transformers_from_gguf
+from real_checkpoints import fetch_smollm2, save_as_hub_directory, transformers_from_gguf
 
 import tp
 from tp.generation import GenerationOptions
@@ -21,16 +22,32 @@ PROMPTS = ["def fibonacci(n):", "Once upon a time, in a village by the sea,"]
 NEW_TOKENS = 16
 
 
+@dataclass(frozen=True)
+class Checkpoint:
+    """A model on disk, and what transformers makes of it: greedy continuations, and the logits after each prompt."""
+
+    path: Path
+    ids: list[tuple[int, ...]]
+    logits: list[torch.Tensor]
+
+
 @pytest.fixture(scope="module")
 def smollm2(tmp_path_factory):
-    """The GGUF file and a Hub directory made from it."""
+    """The GGUF file, and a Hub directory made from it; transformers, slow at GGUF, reads the file once."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
     from launch.demo_checkpoint import UnavailableError
 
     try:
         gguf = fetch_smollm2(tmp_path_factory.mktemp("download"))
     except UnavailableError as error:
         pytest.skip(f"SmolLM2 cannot be fetched: {error}")
-    return gguf, hub_directory_from_gguf(gguf, tmp_path_factory.mktemp("hub") / "smollm2")
+    model = transformers_from_gguf(gguf, torch.float32)
+    tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
+    file = Checkpoint(gguf, *transformers_ids(model, tokenizer))
+    directory = save_as_hub_directory(model, tokenizer, tmp_path_factory.mktemp("hub") / "smollm2")
+    rounded = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
+    return {"gguf": file, "directory": Checkpoint(directory, *transformers_ids(rounded, tokenizer))}
 
 
 @pytest.fixture(scope="module")
@@ -67,33 +84,16 @@ def assert_close(logits, expected, tolerance):
         assert (mine - theirs).abs().max() <= tolerance * theirs.abs().max()
 
 
-@pytest.fixture(scope="module")
-def smollm2_directory_reference(smollm2):
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    model = AutoModelForCausalLM.from_pretrained(smollm2[1], dtype=torch.float32).eval()
-    return transformers_ids(model, AutoTokenizer.from_pretrained(smollm2[1]))
-
-
-@pytest.mark.parametrize("t", [1, 2, 3, 4])
-def test_smollm2_directory(ranks, smollm2, smollm2_directory_reference, t):
-    expected_ids, expected_logits = smollm2_directory_reference
-    for ids, logits in ranks(t).run(_load_and_generate, smollm2[1], timeout_s=240):
-        assert ids == expected_ids
-        assert_close(logits, expected_logits, 1e-4)
-
-
-@pytest.mark.parametrize("t", [2, *(pytest.param(t, marks=pytest.mark.long) for t in (1, 3, 4))])
-def test_smollm2_gguf(ranks, smollm2, t):
-    from transformers import AutoTokenizer
-
-    gguf = smollm2[0]
-    model = transformers_from_gguf(gguf, torch.float32)
-    tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
-    expected_ids, expected_logits = transformers_ids(model, tokenizer)
-    for ids, logits in ranks(t).run(_load_and_generate, gguf, timeout_s=240):
-        assert ids == expected_ids
-        assert_close(logits, expected_logits, 1e-4)
+@pytest.mark.parametrize(
+    "form, t",
+    [*(("directory", t) for t in (1, 2, 3, 4)), ("gguf", 2)]
+    + [pytest.param("gguf", t, marks=pytest.mark.long) for t in (1, 3, 4)],
+)
+def test_smollm2(ranks, smollm2, form, t):
+    expected = smollm2[form]
+    for ids, logits in ranks(t).run(_load_and_generate, expected.path, timeout_s=240):
+        assert ids == expected.ids
+        assert_close(logits, expected.logits, 1e-4)
 
 
 @pytest.mark.long

@@ -3,6 +3,8 @@
 // Products are accumulated in float32 and rounded once, after the bias. int8 weights have a scale for each output.
 
 #include <algorithm>
+#include <cmath>
+#include <limits>
 #include <vector>
 
 #include "spread.h"
@@ -13,94 +15,149 @@
 namespace tp {
 namespace {
 
-// How weights of a type are multiplied with x: in what form x lies, and what a group of elements adds to a total.
-template <typename Weight>
-struct Product;
+inline float total_of(Floats total) { return sum(total); }
+
+// How x and the weights are multiplied: the form that x is brought into, and what a group of elements adds to a total.
+template <typename Element>
+struct Plain;
 
 template <>
-struct Product<float> {
+struct Plain<float> {
+  using Weight = float;
   using Activation = float;
+  using Total = Floats;
   using Group = Floats;
   static constexpr int64_t kGroup = kLanes;
-  static void prepare(const float* x, int64_t size, float* to) { spread(x, size, to); }
+  static float prepare(const float* x, int64_t size, float* to) { return spread(x, size, to), 1.0f; }
   static Group group(const float* from) { return load(from); }
-  static void add(Floats& total, Group w, const float* x) { total += w * load(x); }
-};
-
-template <>
-struct Product<int8_t> {
-  using Activation = float;
-  using Group = Floats;
-  static constexpr int64_t kGroup = kLanes;
-  template <typename T>
-  static void prepare(const T* x, int64_t size, float* to) {
-    for (int64_t i = 0; i < size; ++i) to[i] = to_float(x[i]);
-  }
-  static Group group(const int8_t* from) { return load(from); }
-  static void add(Floats& total, Group w, const float* x) { total += w * load(x); }
+  static void add(Total& total, Group w, const float* x) { total += w * load(x); }
 };
 
 #if defined(__AVX512BF16__)
 template <>
-struct Product<BFloat16> {
+struct Plain<BFloat16> {
+  using Weight = BFloat16;
   using Activation = BFloat16;
+  using Total = Floats;
   using Group = __m512bh;
   static constexpr int64_t kGroup = 2 * kLanes;
-  static void prepare(const BFloat16* x, int64_t size, BFloat16* to) { std::copy_n(x, size, to); }
+  static float prepare(const BFloat16* x, int64_t size, BFloat16* to) { return std::copy_n(x, size, to), 1.0f; }
   static Group group(const BFloat16* from) { return (__m512bh)load_words(from); }
-  static void add(Floats& total, Group w, const BFloat16* x) {
+  static void add(Total& total, Group w, const BFloat16* x) {
     total = (Floats)_mm512_dpbf16_ps((__m512)total, w, (__m512bh)load_words(x));
   }
 };
 #else
 template <>
-struct Product<BFloat16> {
+struct Plain<BFloat16> {
+  using Weight = BFloat16;
   using Activation = float;
+  using Total = Floats;
   struct Group {
     Floats evens, odds;
   };
   static constexpr int64_t kGroup = 2 * kLanes;
-  static void prepare(const BFloat16* x, int64_t size, float* to) { spread(x, size, to); }
+  static float prepare(const BFloat16* x, int64_t size, float* to) { return spread(x, size, to), 1.0f; }
   static Group group(const BFloat16* from) {
     const Words pairs = load_words(from);
     return {even(pairs), odd(pairs)};
   }
-  static void add(Floats& total, const Group& w, const float* x) {
+  static void add(Total& total, const Group& w, const float* x) {
     total += w.evens * load(x);
     total += w.odds * load(x + kLanes);
   }
 };
 #endif
 
-template <typename T, typename Weight>
-struct Problem {
-  const typename Product<Weight>::Activation* x;  // [rows, columns], prepared
-  const Weight* weight;                           // [out, columns]
-  const float* scales;                            // [out] or null: 1
-  const T* bias;                                  // [out] or null: 0
-  T* y;                                           // [rows, out]
-  int64_t columns, whole, out;                    // whole: the columns that fill groups
+// int8 weights widened to float32.
+struct Widened {
+  using Weight = int8_t;
+  using Activation = float;
+  using Total = Floats;
+  using Group = Floats;
+  static constexpr int64_t kGroup = kLanes;
+  template <typename T>
+  static float prepare(const T* x, int64_t size, float* to) {
+    for (int64_t i = 0; i < size; ++i) to[i] = to_float(x[i]);
+    return 1.0f;
+  }
+  static Group group(const int8_t* from) { return load(from); }
+  static void add(Total& total, Group w, const float* x) { total += w * load(x); }
 };
 
-template <typename T, typename Weight>
-void finish(const Problem<T, Weight>& p, int64_t row, int64_t n, Floats total) {
-  float result = sum(total);
+#if defined(__AVX2__)
+// int8 weights times x in 16-bit integers, which are multiples of its largest magnitude by at most 32767: half the
+// instructions of `Widened`, and finer than the steps of bfloat16. No sum can leave 32 bits.
+struct Integers {
+  using Weight = int8_t;
+  using Activation = int16_t;
+  using Group = __m256i;
+  struct Total {
+    __m256i lanes;
+    Total& operator+=(const Total& other) { return lanes = _mm256_add_epi32(lanes, other.lanes), *this; }
+  };
+  static constexpr int64_t kGroup = 16;
+  static float prepare(const BFloat16* x, int64_t size, int16_t* to) {
+    float largest = 0;
+    bool finite = true;
+    for (int64_t i = 0; i < size; ++i) {
+      const float magnitude = std::fabs(to_float(x[i]));
+      largest = std::max(largest, magnitude);
+      finite &= std::isfinite(magnitude);
+    }
+    const float most = std::min(32767.0f, 2147483647.0f / 127 * 8 / static_cast<float>(size + 16));
+    const float factor = finite && largest > 0 ? most / largest : 0.0f;
+    for (int64_t i = 0; i < size; ++i) to[i] = finite ? static_cast<int16_t>(std::lrint(to_float(x[i]) * factor)) : 0;
+    return finite ? largest / most : std::numeric_limits<float>::quiet_NaN();
+  }
+  static Group group(const int8_t* from) {
+    return _mm256_cvtepi8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from)));
+  }
+  static void add(Total& total, Group w, const int16_t* x) {
+    const __m256i activations = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(x));
+    total += {_mm256_madd_epi16(w, activations)};
+  }
+};
+
+inline float total_of(const Integers::Total& total) {
+  const __m256 lanes = _mm256_cvtepi32_ps(total.lanes);
+  __m128 half = _mm_add_ps(_mm256_castps256_ps128(lanes), _mm256_extractf128_ps(lanes, 1));
+  half = _mm_add_ps(half, _mm_movehl_ps(half, half));
+  return _mm_cvtss_f32(_mm_add_ss(half, _mm_movehdup_ps(half)));
+}
+#else
+using Integers = Widened;
+#endif
+
+template <typename T, typename P>
+struct Problem {
+  const typename P::Activation* x;    // [rows, columns], prepared
+  const float* units;                 // [rows]: what 1 in x stands for
+  const typename P::Weight* weight;   // [out, columns]
+  const float* scales;                // [out] or null: what 1 in the weights stands for
+  const T* bias;                      // [out] or null: 0
+  T* y;                               // [rows, out]
+  int64_t columns, whole, out;        // whole: the columns that fill groups
+};
+
+template <typename T, typename P>
+void finish(const Problem<T, P>& p, int64_t row, int64_t n, typename P::Total total) {
+  float result = total_of(total);
   for (int64_t k = p.whole; k < p.columns; ++k)
     result += to_float(p.weight[n * p.columns + k]) * to_float(p.x[row * p.columns + k]);
-  if (p.scales) result *= p.scales[n];
+  if (p.scales) result *= p.scales[n] * p.units[row];
   store(p.y + row * p.out + n, p.bias ? result + to_float(p.bias[n]) : result);
 }
 
 // Weight rows n, n + apart, … times kRows rows of x from `row` on. The rows are far from each other, so that memory is
 // read as several streams at once: one alone does not keep it busy.
-template <int kStreams, int kRows, typename T, typename Weight>
-void tile(const Problem<T, Weight>& p, int64_t row, int64_t n, int64_t apart) {
-  using P = Product<Weight>;
+template <int kStreams, int kRows, typename T, typename P>
+void tile(const Problem<T, P>& p, int64_t row, int64_t n, int64_t apart) {
   constexpr int kGroups = kRows == 1 ? 2 : 1;  // accumulators enough to hide the latency of adds
-  const Weight* weight = p.weight + n * p.columns;
+  const typename P::Weight* weight = p.weight + n * p.columns;
   const auto* x = p.x + row * p.columns;
   const int64_t stride = apart * p.columns;
-  Floats totals[kStreams][kRows][kGroups] = {};
+  typename P::Total totals[kStreams][kRows][kGroups] = {};
   int64_t k = 0;
   for (; k + kGroups * P::kGroup <= p.whole; k += kGroups * P::kGroup) {
 #pragma GCC unroll 4
@@ -118,15 +175,15 @@ void tile(const Problem<T, Weight>& p, int64_t row, int64_t n, int64_t apart) {
       for (int m = 0; m < kRows; ++m) P::add(totals[i][m][0], P::group(weight + i * stride + k), x + m * p.columns + k);
   for (int i = 0; i < kStreams; ++i)
     for (int m = 0; m < kRows; ++m) {
-      Floats total = totals[i][m][0];
+      typename P::Total total = totals[i][m][0];
       for (int group = 1; group < kGroups; ++group) total += totals[i][m][group];
       finish(p, row + m, n + i * apart, total);
     }
 }
 
 // The same for all rows of x, a few at a time: the weight rows are in the cache after the first.
-template <int kStreams, typename T, typename Weight>
-void tiles(const Problem<T, Weight>& p, int64_t rows, int64_t n, int64_t apart) {
+template <int kStreams, typename T, typename P>
+void tiles(const Problem<T, P>& p, int64_t rows, int64_t n, int64_t apart) {
   constexpr int kMost = kStreams == 4 ? 2 : 4;  // more would not fit the registers
   int64_t row = 0;
   for (; row + kMost <= rows; row += kMost) tile<kStreams, kMost>(p, row, n, apart);
@@ -138,22 +195,24 @@ void tiles(const Problem<T, Weight>& p, int64_t rows, int64_t n, int64_t apart) 
 }
 
 // Weight rows [first, last): `kStreams` parts of them side by side, and what is left over one by one.
-template <int kStreams, typename T, typename Weight>
-void streams(const Problem<T, Weight>& p, int64_t rows, int64_t first, int64_t last) {
+template <int kStreams, typename T, typename P>
+void streams(const Problem<T, P>& p, int64_t rows, int64_t first, int64_t last) {
   const int64_t apart = (last - first) / kStreams;
   for (int64_t n = first; n < first + apart; ++n) tiles<kStreams>(p, rows, n, apart);
   for (int64_t n = first + kStreams * apart; n < last; ++n) tiles<1>(p, rows, n, 1);
 }
 
-template <typename T, typename Weight>
-void linear(const T* x, int64_t x_stride, const Weight* weight, const float* scales, const T* bias, T* y,
+template <typename P, typename T>
+void linear(const T* x, int64_t x_stride, const typename P::Weight* weight, const float* scales, const T* bias, T* y,
             int64_t rows, int64_t columns, int64_t out, int threads) {
-  using P = Product<Weight>;
   thread_local std::vector<typename P::Activation> prepared;
+  thread_local std::vector<float> units;
   prepared.resize(rows * columns);
-  for (int64_t row = 0; row < rows; ++row) P::prepare(x + row * x_stride, columns, prepared.data() + row * columns);
+  units.resize(rows);
+  for (int64_t row = 0; row < rows; ++row)
+    units[row] = P::prepare(x + row * x_stride, columns, prepared.data() + row * columns);
   const int64_t whole = columns / P::kGroup * P::kGroup;
-  const Problem<T, Weight> problem{prepared.data(), weight, scales, bias, y, columns, whole, out};
+  const Problem<T, P> problem{prepared.data(), units.data(), weight, scales, bias, y, columns, whole, out};
   in_parallel(out, threads, [&](int64_t first, int64_t last) {
     if (rows <= 2)
       streams<4>(problem, rows, first, last);
@@ -166,16 +225,16 @@ void linear(const T* x, int64_t x_stride, const Weight* weight, const float* sca
 }  // namespace tp
 
 // x: [rows, columns] with a stride between rows; weight: [out, columns]; scales, bias: [out] or null; y: [rows, out].
-#define TP_LINEAR(NAME, T, WEIGHT)                                                                                    \
-  int NAME(const T* x, int64_t x_stride, const WEIGHT* weight, const float* scales, const T* bias, T* y, int64_t rows, \
-           int64_t columns, int64_t out, int threads) {                                                               \
+#define TP_LINEAR(NAME, T, PRODUCT)                                                                                    \
+  int NAME(const T* x, int64_t x_stride, const PRODUCT::Weight* weight, const float* scales, const T* bias, T* y, \
+           int64_t rows, int64_t columns, int64_t out, int threads) {                                                 \
     return tp::perform(                                                                                               \
-        [=] { return tp::linear(x, x_stride, weight, scales, bias, y, rows, columns, out, threads), 0; });            \
+        [=] { return tp::linear<PRODUCT>(x, x_stride, weight, scales, bias, y, rows, columns, out, threads), 0; });            \
   }
 
 extern "C" {
-TP_LINEAR(tp_linear_bfloat16, tp::BFloat16, tp::BFloat16)
-TP_LINEAR(tp_linear_float32, float, float)
-TP_LINEAR(tp_linear_bfloat16_int8, tp::BFloat16, int8_t)
-TP_LINEAR(tp_linear_float32_int8, float, int8_t)
+TP_LINEAR(tp_linear_bfloat16, tp::BFloat16, tp::Plain<tp::BFloat16>)
+TP_LINEAR(tp_linear_float32, float, tp::Plain<float>)
+TP_LINEAR(tp_linear_bfloat16_int8, tp::BFloat16, tp::Integers)
+TP_LINEAR(tp_linear_float32_int8, float, tp::Widened)
 }

@@ -38,6 +38,7 @@ inline float to_float(BFloat16 x) {
 
 inline float to_float(float x) { return x; }
 inline float to_float(int8_t x) { return x; }
+inline float to_float(int16_t x) { return x; }
 
 // Round to nearest, ties to even; NaN stays NaN.
 inline BFloat16 to_bfloat16(float x) {
