@@ -162,7 +162,9 @@ def kill_in_save(directory, step, fraction):
     began = time.monotonic()
     while here.recv() < step:
         duration, began = time.monotonic() - began, time.monotonic()  # of a step and a save
-    time.sleep(fraction * duration / 3)
+    while not list(directory.glob(".step-*")) and time.monotonic() < began + 10:
+        time.sleep(1e-4)  # until there is something of the new checkpoint
+    time.sleep(fraction * duration / 10)
     process.kill()
     process.join()
     assert process.exitcode == -signal.SIGKILL
