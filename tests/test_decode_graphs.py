@@ -8,21 +8,36 @@ from __future__ import annotations
 
 import warnings
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from generation_models import VOCAB_SIZE, tiny_model
 from pool import RankPool
 
+from tp.errors import CapacityError, CommunicationError
 from tp.generation import GenerationOptions
 from tp.generation import decode_graphs as decode_graphs_module
 from tp.generation.decode_graphs import Capture, CaptureError, CudaGraph, DecodeGraphs, Replay, Run, capture_for
+from tp.kernels import decode_attention as decode_attention_module
 from tp.layers import KVCache, SequenceSlice, ShardedLogits, Step
 from tp.models import prepare_for_inference
 from tp.parallel import TensorParallelGroup
 
-CAPACITY = 12
-BATCHES = [[2], [2, 0, 4], [1], [4, 3, 2, 1, 0], [0, 4, 2], [3, 1, 4, 2], [3], [0, 1, 2, 3, 4], [0, 3, 2, 4, 1]]
+CAPACITY = 14
+BATCHES = [
+    [2],
+    [2, 0, 4],
+    [1],
+    [4, 3, 2, 1, 0],
+    [0, 4, 2],
+    [3, 1, 4, 2],
+    [3],
+    [0, 1, 2, 3, 4],
+    [0, 3, 2, 4, 1],
+    [1, 4, 0],
+    [2, 3, 1],
+]
 QWEN3 = {"model_type": "qwen3", "qkv_bias": False, "qk_norm": True, "sliding_windows": (3, 3)}
 
 
@@ -47,7 +62,7 @@ def largest_differences(
     model = tiny_model(group, config, dtype=dtype)
     if way == "int8":
         prepare_for_inference(model, "int8")
-    capture: Capture | None = Played() if way == "played" else capture_for(model)
+    capture: Capture | None = Played(group.communicator) if way == "played" else capture_for(model)
     assert capture is not None
     caches = [KVCache(model.config, group, 5 + slots, CAPACITY, dtype=dtype) for slots in (capture.scratch_slots, 0)]
     graphs = DecodeGraphs(model, caches[0], capture)
@@ -113,19 +128,55 @@ def ids_without(group: TensorParallelGroup, config: dict[str, Any]) -> list[tupl
         decode_graphs_module.enabled = enabled
 
 
-@pytest.mark.parametrize("config, warned", [({}, False), ({"activation": "relu"}, True)])
-def test_generation_is_the_same_with_and_without(ranks: RankPool, config: dict[str, Any], warned: bool) -> None:
+@pytest.mark.parametrize("config", [{}, {"activation": "relu"}])
+def test_generation_is_the_same_with_and_without(ranks: RankPool, config: dict[str, Any]) -> None:
     expected = ranks(2).run(ids_without, config)[0]
     for ids, messages in ranks(2).run(ids_and_warnings, config):
         assert ids == expected
-        assert len(messages) == warned
-        assert not warned or "aten.relu" in messages[0]
+        assert not messages
+
+
+def without_kernel(group: TensorParallelGroup) -> bool:
+    """The same ids where decode attention is switched off: nothing may be captured, nor written, by its stand-in."""
+    expected = ids_and_warnings(group, {})
+    with mock.patch.object(decode_attention_module, "_native", return_value=None):
+        return ids_and_warnings(group, {}) == expected
+
+
+def test_without_the_kernel_of_decode_attention_nothing_is_captured(ranks: RankPool) -> None:
+    assert all(ranks(2).run(without_kernel))
+
+
+def replay_after_close(group: TensorParallelGroup) -> str:
+    model = tiny_model(group)
+    cache = KVCache(model.config, group, 1, CAPACITY, dtype=model.dtype)
+    capture = capture_for(model)
+    assert capture is not None
+    graphs = DecodeGraphs(model, cache, capture)
+    with torch.no_grad():
+        for start in range(3):
+            graphs.next_token_logits(Step(torch.tensor([5]), (SequenceSlice(1, start, 0),)))
+        group.close()
+        with pytest.raises(CommunicationError) as raised:
+            graphs.next_token_logits(Step(torch.tensor([5]), (SequenceSlice(1, 3, 0),)))
+    return str(raised.value)
+
+
+def test_a_closed_group_is_not_replayed(ranks: RankPool) -> None:
+    assert ranks(2).run(replay_after_close) == ["the group was closed"] * 2
+
+
+def test_a_full_cache_is_an_error() -> None:
+    model = tiny_model(TensorParallelGroup.alone())
+    cache = KVCache(model.config, model.group, 1, CAPACITY, dtype=model.dtype)
+    with torch.no_grad(), pytest.raises(CapacityError, match="do not fit"):
+        model.next_token_logits(Step(torch.tensor([5]), (SequenceSlice(1, CAPACITY, 0),)), cache)
 
 
 def logits_after_a_refusal(group: TensorParallelGroup) -> tuple[bool, list[str]]:
     model = tiny_model(group)
     cache = KVCache(model.config, group, 3, CAPACITY, dtype=model.dtype)
-    graphs = DecodeGraphs(model, cache, Refused() if group.rank == 1 else Played())
+    graphs = DecodeGraphs(model, cache, (Refused if group.rank == 1 else Played)(group.communicator))
     right = True
     with torch.no_grad(), warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 import re
 from pathlib import Path
 
@@ -9,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from tp.huge_pages import HUGE_PAGE_BYTES, Block, materialise
+from tp.huge_pages import HUGE_PAGE_BYTES, Block, give_back, materialise
 
 
 def test_parameters_lie_in_one_block_and_stay_tied() -> None:
@@ -33,6 +34,20 @@ def test_a_block_outlives_its_maker() -> None:
     first, second = (lambda block: (block.empty(shape, torch.bfloat16), block.empty(shape, torch.int8)))(Block(10**6))
     first.fill_(3), second.fill_(4)
     assert (first == 3).all() and (second == 4).all()
+
+
+@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="needs Linux's /proc")
+def test_what_is_given_back_is_free_though_its_block_lives() -> None:
+    def resident() -> int:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * mmap.PAGESIZE
+
+    size = 64 * 2**20
+    block = Block(2 * size)
+    kept, given = (block.empty(torch.Size((size,)), torch.uint8).fill_(7) for _ in range(2))
+    before = resident()
+    give_back(given)
+    assert before - resident() > 0.9 * size
+    assert (kept == 7).all()
 
 
 @pytest.mark.skipif(

@@ -12,7 +12,7 @@ from tiny_models import TINY_CONFIGS, hub_config, parallel_model, transformers_m
 from torch import Tensor
 
 from tp.checkpoint import save_checkpoint
-from tp.errors import ConfigError, RequestError
+from tp.errors import AutogradError, ConfigError, RequestError
 from tp.kernels.int8_weight import Int8Weight
 from tp.kernels.linear import MOST_NATIVE_ROWS, linear
 from tp.models import prepare_for_inference
@@ -52,6 +52,12 @@ def test_the_largest_products_do_not_overflow(columns: int) -> None:
         y = linear(torch.full((rows, columns), 3.0, dtype=torch.bfloat16), int8)
         exact = torch.tensor([3.0, -3.0, 3.0 * (columns % 2) / columns, 3.0, 3.0]) * columns
         torch.testing.assert_close(y.float(), exact.expand(rows, -1), rtol=0.004, atol=1e-3)
+
+
+def test_gradients_are_refused() -> None:
+    int8 = Int8Weight(random(4, 33), torch.full((4,), 3.0))
+    with pytest.raises(AutogradError, match="no gradients"):
+        linear(random(2, 33).requires_grad_(), int8)
 
 
 def test_what_is_not_finite_shows() -> None:

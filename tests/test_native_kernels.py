@@ -77,6 +77,15 @@ def test_linear_takes_any_strides_and_shapes(dtype: torch.dtype) -> None:
     assert linear(wide[:0, :40], weight).shape == (0, 6)
 
 
+def test_what_torch_refuses_is_refused() -> None:
+    x, weight, strided = random(2, 40), random(6, 40), random(12)[::2]
+    with pytest.raises(RuntimeError):
+        linear(x[:, :39], weight)
+    with pytest.raises(RuntimeError):
+        linear(x, weight, random(5))
+    torch.testing.assert_close(linear(x, weight, strided), torch.nn.functional.linear(x, weight, strided))
+
+
 def test_nan_and_infinity_pass_through() -> None:
     x = random(1, 64, dtype=torch.bfloat16)
     weight = random(3, 64, dtype=torch.bfloat16)

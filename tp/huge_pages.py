@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import mmap
 from collections.abc import Iterator
 
@@ -35,6 +36,15 @@ class Block:
         start = self._taken
         self._taken += self.bytes_for(shape, dtype)
         return self._bytes[start : start + shape.numel() * dtype.itemsize].view(dtype).view(shape)
+
+
+def give_back(tensor: Tensor) -> None:
+    """Frees the memory of a tensor that nobody reads any more, though others of its block live on. CPU tensors only."""
+    madvise = getattr(ctypes.CDLL(None), "madvise", None)
+    start = -(-tensor.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
+    stop = (tensor.data_ptr() + tensor.nbytes) // mmap.PAGESIZE * mmap.PAGESIZE
+    if madvise is not None and hasattr(mmap, "MADV_DONTNEED") and stop > start:
+        madvise(ctypes.c_void_p(start), ctypes.c_size_t(stop - start), mmap.MADV_DONTNEED)
 
 
 def materialise(model: nn.Module, device: torch.device) -> None:

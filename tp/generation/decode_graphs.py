@@ -15,14 +15,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tp.choice import enabled, warn_once
 from tp.errors import first_line
+from tp.kernels.decode_attention import has_decode_attention
 from tp.kernels.linear import MOST_NATIVE_ROWS
 from tp.layers.embedding import ShardedLogits
 from tp.layers.kv_cache import KVCache
 from tp.layers.step import Step
 from tp.models.causal_lm import CausalLM
-from tp.native.library import library
 from tp.native.tape import Tape
-from tp.parallel.communicator import Communicator
+from tp.parallel.communicator import AloneCommunicator, Communicator
+from tp.parallel.shared_memory import SharedMemoryCommunicator
 
 NAME = "decode_graphs"
 """For `tp.choice`."""
@@ -43,6 +44,8 @@ class Capture(Protocol):
 
     scratch_slots: int
     """Slots of the cache that are for padding."""
+    most_sequences: int
+    """Larger steps are not captured."""
 
     def size(self, num_sequences: int) -> int:
         """Sequences of the captured step that serves so many."""
@@ -61,6 +64,10 @@ class CudaGraph:
     """Captures into CUDA graphs of a few batch sizes: powers of two."""
 
     scratch_slots = 1
+    most_sequences = 256
+
+    def __init__(self, communicator: Communicator) -> None:
+        self._communicator = communicator
 
     def size(self, num_sequences: int) -> int:
         result: int = 2 ** (num_sequences - 1).bit_length()
@@ -83,13 +90,19 @@ class CudaGraph:
         bound = 8 * torch.finfo(plain.local.dtype).eps * plain.local.float().abs().amax()
         if not bool(((logits.local.float() - plain.local.float()).abs() <= bound).all()):
             raise CaptureError("a CUDA graph gave other logits than the step that it was captured from")
-        return graph.replay, logits
+
+        def replay() -> None:
+            self._communicator.check_usable()
+            graph.replay()
+
+        return replay, logits
 
 
 class NativeTape:
     """Captures the calls of the C++ library that a step makes; it must consist of nothing else."""
 
     scratch_slots = 0
+    most_sequences = MOST_NATIVE_ROWS
 
     def __init__(self, communicator: Communicator) -> None:
         self._communicator = communicator
@@ -109,6 +122,7 @@ class NativeTape:
 
         def replay() -> None:
             assert watch.tensors  # what the tape's addresses point to
+            self._communicator.check_usable()
             tape.replay(self._communicator.persist)
             statistics.add(calls, nbytes, tape.take_collective_seconds())
 
@@ -138,13 +152,20 @@ class _Watch(TorchDispatchMode):
 
 
 def capture_for(model: CausalLM) -> Capture | None:
-    """How decode steps of this model are captured, or None where they depend on what only the host knows."""
-    if model.config.rope.rope_type == "dynamic" or not enabled(NAME):
+    """How decode steps of this model are captured; None where they depend on what only the host knows.
+
+    On a CPU also None where a part of each step is plain torch: its activation, its attention, or gloo's collectives.
+    """
+    group = model.group
+    of_the_device = has_decode_attention(model.dtype, group.device) and model.config.rope.rope_type != "dynamic"
+    if not of_the_device or not enabled(NAME):
         return None
-    if model.group.device.type == "cuda":
-        return CudaGraph()
-    in_cpp = library() is not None and model.dtype in (torch.float32, torch.bfloat16)
-    return NativeTape(model.group.communicator) if in_cpp else None
+    if group.device.type == "cuda":
+        return CudaGraph(group.communicator)
+    in_cpp = model.config.activation == "silu" and isinstance(
+        group.communicator, (AloneCommunicator, SharedMemoryCommunicator)
+    )
+    return NativeTape(group.communicator) if in_cpp else None
 
 
 @dataclass(frozen=True)
@@ -154,12 +175,13 @@ class CapturedStep:
     token_ids: Tensor
     slots: Tensor
     starts: Tensor
+    scratch_slot: int
     replay: Replay
     logits: ShardedLogits
 
     def run(self, step: Step) -> ShardedLogits:
         """The logits of `step`, which may have fewer sequences than the captured one; valid until the next run."""
-        fill(self.token_ids, self.slots, self.starts, step)
+        fill(self.token_ids, self.slots, self.starts, self.scratch_slot, step)
         self.replay()
         return self.of(step)
 
@@ -188,7 +210,8 @@ class DecodeGraphs:
 
     def next_token_logits(self, step: Step) -> ShardedLogits:
         """As the model's own `next_token_logits`, for a step with one token of each sequence."""
-        if not self._refused and step.num_tokens <= MOST_NATIVE_ROWS:
+        self._cache.check_room(step)
+        if not self._refused and step.num_tokens <= self._capture.most_sequences:
             size = min(self._capture.size(step.num_tokens), self._cache.num_slots - self._capture.scratch_slots)
             if size in self._captured:
                 return self._captured[size].run(step)
@@ -200,14 +223,14 @@ class DecodeGraphs:
 
     def _capture_step(self, size: int, step: Step) -> CapturedStep | None:
         """A capture of `step`, padded, which has been run; None where some rank cannot."""
-        token_ids, starts, slots = (torch.zeros(size, dtype=torch.int64, device=step.token_ids.device) for _ in "tsp")
-        slots.fill_(self._cache.num_slots - 1)
-        fill(token_ids, slots, starts, step)
+        scratch_slot = self._cache.num_slots - 1
+        token_ids, slots, starts = (step.token_ids.new_zeros(size) for _ in range(3))
+        fill(token_ids, slots, starts, scratch_slot, step)
         static = Step.of_decode(token_ids, slots, starts)
         captured, reason = None, None
         try:
             replay, logits = self._capture(lambda: self._model.next_token_logits(static, self._cache))
-            captured = CapturedStep(token_ids, slots, starts, replay, logits)
+            captured = CapturedStep(token_ids, slots, starts, scratch_slot, replay, logits)
         except CaptureError as error:
             reason = str(error)
         reasons = self._model.group.communicator.all_gather_object(reason)
@@ -218,9 +241,13 @@ class DecodeGraphs:
         return None
 
 
-def fill(token_ids: Tensor, slots: Tensor, starts: Tensor, step: Step) -> None:
-    """Puts a step into the inputs of a captured one; padding stays in the scratch slot, at position 0."""
+def fill(token_ids: Tensor, slots: Tensor, starts: Tensor, scratch_slot: int, step: Step) -> None:
+    """Puts a step into the inputs of a captured one; padding is token 0 at position 0 of the scratch slot."""
     count = step.num_tokens
-    token_ids[:count].copy_(step.token_ids)
-    slots[:count].copy_(step.slots)
-    starts[:count].copy_(step.starts)
+    for static, given, padding in (
+        (token_ids, step.token_ids, 0),
+        (slots, step.slots, scratch_slot),
+        (starts, step.starts, 0),
+    ):
+        static[:count].copy_(given)
+        static[count:].fill_(padding)

@@ -19,7 +19,9 @@ NATIVE = {torch.bfloat16: "tp_decode_attention_bfloat16", torch.float32: "tp_dec
 
 def has_decode_attention(dtype: torch.dtype, device: torch.device) -> bool:
     """Whether decode steps have a kernel of their own here; else `causal_attention` serves each sequence."""
-    return device.type == "cuda" or (device.type == "cpu" and _native(dtype) is not None)
+    if device.type == "cuda":
+        return enabled("decode_attention") and enabled("cache_attention")
+    return device.type == "cpu" and _native(dtype) is not None
 
 
 def decode_attention(
@@ -46,8 +48,9 @@ def decode_attention(
         groups: the query heads of each KV head.
         window: how many last positions (the own included) a token sees; None = all.
     """
-    native = _native(q_BHd.dtype) if q_BHd.device.type == "cpu" else None
-    if native is not None:
+    native = _native(q_BHd.dtype) if q_BHd.is_cpu else None
+    alike = all(part.dtype == q_BHd.dtype and part.stride() == cache[0].stride() for part in cache)
+    if native is not None and alike:
         return _native_attention(native, q_BHd, k_BHd, v_BHd, rotary, cache, slots, starts, groups, window)
     keys, values = cache
     q_BHd, k_BHd = rotate_queries_and_keys(q_BHd, k_BHd, *rotary)

@@ -28,7 +28,7 @@ def activation_and_mul(gate_up: Tensor, activation: str) -> Tensor:
     """y = f(gate) · up, f(gate) rounded to the dtype before the product.
 
     Backward: dgate = dy · up · f′(gate), dup = dy · f(gate). Only gate_up is saved; f(gate) is computed again.
-    SiLU on CUDA is a Triton kernel, both ways, and on a CPU without gradients C++; they differ from the plain form
+    SiLU on CUDA is a Triton kernel, both ways, and its forward on a CPU C++; they differ from the plain form
     where the exponential does.
 
     Args:

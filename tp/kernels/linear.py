@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from tp.choice import enabled
+from tp.errors import AutogradError
 from tp.kernels.int8_weight import Int8Weight
 from tp.kernels.widening import widens
 from tp.native.library import ADDRESS, INTEGER, THREADS, native_function
@@ -38,12 +39,15 @@ def linear(x: Tensor, weight: Tensor | Int8Weight, bias: Tensor | None = None) -
         x: [..., in]
         weight: [out, in]
         bias: [out]
+
+    Raises:
+        AutogradError: int8 weights, and an x that wants a gradient.
     """
     if isinstance(weight, Int8Weight):
         return _int8_linear(x, weight, bias)
     if _has_few_rows(x) and not torch.is_grad_enabled():
         native = _native(x.dtype, weight.dtype)
-        if native is not None and weight.is_contiguous():
+        if native is not None and _fits(x, weight, bias):
             return _native_linear(native, x, weight, None, bias)
     elif widens(x):
         return _widened_linear(x, weight, None, bias)
@@ -55,11 +59,23 @@ def _has_few_rows(x: Tensor) -> bool:
 
 
 def _int8_linear(x: Tensor, weight: Int8Weight, bias: Tensor | None) -> Tensor:
+    if torch.is_grad_enabled() and x.requires_grad:
+        raise AutogradError("int8 weights have no gradients: run the model with gradients off, or load it again")
     if _has_few_rows(x):
         native = _native(x.dtype, torch.int8)
-        if native is not None:
+        if native is not None and weight.scales.dtype == torch.float32 and _fits(x, weight.values, bias):
             return _native_linear(native, x, weight.values, weight.scales, bias)
     return _widened_linear(x, weight.values, weight.scales, bias)
+
+
+def _fits(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
+    """Whether the C++ kernel may take their addresses; what torch would refuse is left for torch to refuse."""
+    return (
+        weight.is_cpu
+        and weight.is_contiguous()
+        and x.shape[-1] == weight.shape[-1]
+        and (bias is None or (bias.dtype == x.dtype and bias.is_contiguous() and bias.shape == weight.shape[:1]))
+    )
 
 
 def _native_linear(

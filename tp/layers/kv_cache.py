@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from tp.config import ModelConfig
-from tp.layers.step import SequenceSlice
+from tp.errors import CapacityError
+from tp.layers.step import SequenceSlice, Step
 from tp.parallel.group import TensorParallelGroup
 from tp.parallel.partition import kv_head_ranges
 
@@ -57,6 +58,17 @@ class KVCache:
             LayerCache(torch.empty(shape, dtype=dtype, device=device), torch.empty(shape, dtype=dtype, device=device))
             for _ in range(config.num_layers)
         ]
+
+    def check_room(self, step: Step) -> None:
+        """Kernels write where the step says.
+
+        Raises:
+            CapacityError: a slot that there is not, or more tokens than a slot holds.
+        """
+        for piece in step.sequences:
+            if not 0 <= piece.slot < self.num_slots or piece.start + piece.length > self.capacity:
+                tokens = f"tokens {piece.start} to {piece.start + piece.length - 1} of slot {piece.slot}"
+                raise CapacityError(f"{tokens} do not fit a cache of {self.num_slots} x {self.capacity} tokens")
 
     @property
     def nbytes(self) -> int:

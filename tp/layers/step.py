@@ -95,7 +95,8 @@ class Step:
     @classmethod
     def of_decode(cls, token_ids: Tensor, slots: Tensor, starts: Tensor) -> Step:
         """One token of each of B sequences whose slots and starts only the device knows, all [B] int64."""
-        step = cls(token_ids, tuple(SequenceSlice(1) for _ in range(len(token_ids))))
+        unknown = SequenceSlice(1, start=-1)  # what would take it from the host fails, and writes nothing
+        step = cls(token_ids, (unknown,) * len(token_ids))
         step.__dict__.update(slots=slots, starts=starts)
         return step
 

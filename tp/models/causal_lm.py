@@ -25,7 +25,7 @@ class CausalLM(nn.Module):
         config: what to build; refused with `ConfigError` where t is above its query heads.
         group: the ranks; alone by default.
         dtype: of parameters and stream.
-        device: of the parameters; build on "meta", then `to_empty` and load, to fill them once only.
+        device: of the parameters; build on "meta", then `tp.huge_pages.materialise` and load, to fill them once.
     """
 
     def __init__(

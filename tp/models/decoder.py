@@ -104,6 +104,8 @@ class Decoder(nn.Module):
             cache: extended by the step's keys and values; None where every sequence begins and ends in the step.
             tap: sees and may edit each complete write, see `tp.layers.residual_stream.Tap`.
         """
+        if cache is not None:
+            cache.check_room(step)
         stream = ResidualStream(self.choose_layout(self.group, step.num_tokens), tap=tap)
         embedding: Partial = self.embed_tokens(step.token_ids)
         stream.write(embedding, Site(None, "embed"))

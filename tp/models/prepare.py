@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from tp.errors import ConfigError
-from tp.huge_pages import Block
+from tp.huge_pages import Block, give_back
 from tp.kernels.int8_weight import Int8Weight
 from tp.layers.linear import RowParallelLinear
 from tp.layers.parameter import ParallelModule
@@ -55,4 +55,5 @@ def _int8(module: nn.Module, weight: torch.Tensor, block: Block) -> Int8Weight:
     int8 = Int8Weight(weight, largest)
     if weight.is_cpu:
         int8.values = block.empty(weight.shape, torch.int8).copy_(int8.values)
+        give_back(weight)
     return int8

@@ -108,6 +108,13 @@ class Communicator(ABC):
         """The tensor of rank `source`; on the other ranks `tensor` gives shape, dtype and device."""
         return self._timed(tensor.nbytes, tensor, self._broadcast, source)
 
+    def check_usable(self) -> None:  # noqa: B027  most have nothing that could refuse
+        """What replays captured collectives asks first.
+
+        Raises:
+            CommunicationError: closed, of another process, or after an error.
+        """
+
     def persist(self, status: int) -> None:
         """Completes a collective that the C++ library began, and that came back unfinished.
 

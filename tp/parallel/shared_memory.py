@@ -209,11 +209,14 @@ class SharedMemoryCommunicator(ProcessGroupCommunicator):
 
     def _complete(self, collective: Callable[..., int], *arguments: object) -> None:
         """Runs a collective to its end; its tensors must live until then."""
-        if self._refusal:
-            raise CommunicationError(self._refusal)
+        self.check_usable()
         status = collective(self._endpoint, *arguments)
         if status:
             self.persist(status)
+
+    def check_usable(self) -> None:
+        if self._refusal:
+            raise CommunicationError(self._refusal)
 
     def persist(self, status: int) -> None:
         """Goes on with a collective whose peers are late. In between, Python runs the handlers of signals."""

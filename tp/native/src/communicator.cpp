@@ -7,7 +7,7 @@
 namespace tp {
 namespace {
 
-// The same numbers as tp.parallel.shared_memory_native's.
+// The same numbers as tp.parallel.native_collectives's.
 enum Operation : uint32_t {
   kAllReduce, kReduceScatter, kAllGather, kBroadcast, kReduceAddRmsNorm, kReduceScatterAddRmsNorm
 };

@@ -86,8 +86,8 @@ struct Widened {
 };
 
 #if defined(__AVX2__)
-// int8 weights times x in 16-bit integers, which are multiples of its largest magnitude by at most 32767: half the
-// instructions of `Widened`, and finer than the steps of bfloat16. No sum can leave 32 bits.
+// int8 weights times x in 16-bit integers, multiples of its largest magnitude by 32767 or, past 4,000 columns, less, so
+// that no sum can leave 32 bits: half the instructions of `Widened`. Values far below the largest lose digits.
 struct Integers {
   using Weight = int8_t;
   using Activation = int16_t;
