@@ -167,7 +167,8 @@ def check_config(path: Path, tp_size: int | None) -> None:
     Raises:
         CheckpointError: the file cannot be read. ConfigError: an unknown family, or more ranks than query heads.
     """
-    from tp.config import FAMILIES, ModelConfig
+    from tp.config import ModelConfig
+    from tp.families import FAMILIES
 
     try:
         fields = json.loads(path.read_text(encoding="utf-8"))

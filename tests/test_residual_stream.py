@@ -7,7 +7,7 @@ import torch
 from tiny_models import hub_config, parallel_model, transformers_model
 
 from tp.errors import LayoutError
-from tp.layers import Partial, Replicate, ResidualStream, Site, Step
+from tp.layers import Partial, Replicate, ResidualStream, Site, Step, Tap
 from tp.layers.step import SequenceSlice
 from tp.parallel import TensorParallelGroup
 
@@ -31,16 +31,17 @@ def test_writes_resolve_in_order_with_their_bias_once_and_round_at_each_add():
 def test_a_tap_sees_the_complete_update_and_may_change_it():
     seen = []
 
-    def tap(site, update, layout):
-        seen.append((site, update.clone()))
-        return update * 10 if site.point == "attn_out" else update
+    class TimesTen(Tap):
+        def on_stream(self, site, value, layout):
+            seen.append((site, value.clone()))
+            return value * 10 if site.point == "attn_out" else value
 
-    group, stream = alone_stream(2, tap=tap)
+    group, stream = alone_stream(2, tap=TimesTen())
     stream.write(Partial(torch.ones(2, 3), group), EMBED)
     stream.write(Partial(torch.ones(2, 3), group, bias=torch.full((3,), 2.0)), Site(0, "attn_out"))
     assert torch.equal(stream.settle(), torch.full((2, 3), 31.0))
-    assert [site for site, _ in seen] == [EMBED, Site(0, "attn_out")]
-    assert torch.equal(seen[1][1], torch.full((2, 3), 3.0))
+    assert [site for site, _ in seen] == [EMBED, Site(0, "resid_pre"), Site(0, "attn_out"), Site(0, "resid_mid")]
+    assert [value.unique().item() for _, value in seen] == [1, 1, 3, 31]
 
 
 def test_taken_rows_equal_the_rows_of_the_settled_stream():
@@ -90,16 +91,19 @@ def test_layers_that_write_zero_are_the_identity_on_the_stream(ranks, t):
 def _captured(group, config, weights):
     captured = {}
 
-    def tap(site, update, layout):
-        captured[site] = update.clone()
-        return update
+    class Writes(Tap):
+        def on_stream(self, site, value, layout):
+            if not site.point.startswith("resid"):
+                captured[site] = value.clone()
+            return value
 
     model = parallel_model(config, weights, group)
     ids = torch.tensor([3, 1, 4, 1, 5])
     step = Step(ids, (SequenceSlice(5),))
     with torch.no_grad():
         untapped = model.residual_stream(step).settle()
-        final = model.model(step, tap=tap).settle()
+        model.model.tap = Writes()
+        final = model.residual_stream(step).settle()
     total = captured.pop(EMBED)
     for layer in range(model.config.num_layers):
         for point in ("attn_out", "mlp_out"):

@@ -16,6 +16,7 @@ from tp.layers import (
     SequenceSlice,
     ShardTokens,
     Step,
+    Tap,
     automatic_layout,
 )
 from tp.layers.layout import SHARDED_PREFILL_TOKENS
@@ -79,14 +80,16 @@ def _captured(group, config, weights, layout):
     """Every write of a forward, gathered to whole [N, D]."""
     captured = {}
 
-    def tap(site, update, layout):
-        captured[site] = layout.replicated(update).clone()
-        return update
+    class Everything(Tap):
+        def on_stream(self, site, value, layout):
+            captured[site] = layout.replicated(value).clone()
+            return value
 
     model = parallel_model(config, weights, group)
+    model.model.tap = Everything()
     model.model.choose_layout = layout
     with torch.no_grad():
-        stream = model.model(Step(torch.tensor([3, 1, 4, 1, 5]), (SequenceSlice(5),)), tap=tap)
+        stream = model.model(Step(torch.tensor([3, 1, 4, 1, 5]), (SequenceSlice(5),)))
         taken = stream.take(torch.tensor([4, 0, 4])).settle()
     return captured, taken
 

@@ -1,6 +1,6 @@
 """What a decoder is, as data: sizes, family traits and rope settings, read from and written to Hub configs.
 
-A family is a row of `FAMILIES`, not code of its own. A field that would change the result and is not
+A family is a row of `tp.families.FAMILIES`, not code of its own. A field that would change the result and is not
 understood is an error; no field is dropped in silence.
 """
 
@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass, fields
 from typing import TYPE_CHECKING, Any
 
 from tp.errors import ConfigError
+from tp.families import FAMILIES, FIXED_FIELDS, INERT_FIELDS, READ_FIELDS, Family
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -19,46 +20,10 @@ ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "yarn")
 LARGEST_COUNT = 2**31
 """Above any size of a model; what is larger is damage, and would overflow in torch."""
 ACTIVATIONS = ("silu", "gelu", "gelu_pytorch_tanh", "relu")
-
-
-@dataclass(frozen=True)
-class Family:
-    """How one architecture of the Hub differs from the generic decoder.
-
-    A trait is a constant, or the name of the config field that decides it.
-    """
-
-    architecture: str
-    qkv_bias: bool | str
-    attention_output_bias: bool | str
-    mlp_bias: bool | str = False
-    qk_norm: bool = False
-
-
-FAMILIES: Mapping[str, Family] = {
-    "llama": Family("LlamaForCausalLM", "attention_bias", "attention_bias", mlp_bias="mlp_bias"),
-    "mistral": Family("MistralForCausalLM", qkv_bias=False, attention_output_bias=False),
-    "qwen2": Family("Qwen2ForCausalLM", qkv_bias=True, attention_output_bias=False),
-    "qwen3": Family("Qwen3ForCausalLM", "attention_bias", "attention_bias", qk_norm=True),
-}
-
-# Fields that are read, by `ModelConfig.from_hf` or on its way through transformers, of any family: not every family's
-# config class lists them.
-READ_FIELDS = frozenset(
-    "model_type architectures dtype torch_dtype head_dim layer_types rope_theta rope_scaling".split()
-)
-# Fields of Hub configs that say nothing about the numbers that a decoder computes from its weights.
-INERT_FIELDS = frozenset(
-    "auto_map transformers_version use_cache unk_token_id sep_token_id cls_token_id pretraining_tp is_llama_config "
-    "transformers.js_config max_window_layers".split()
-)
-# Fields that some Hub configs carry and that are understood at one value only.
-FIXED_FIELDS: Mapping[str, Any] = {
-    "rope_interleaved": False,
-    "is_encoder_decoder": False,
-    "partial_rotary_factor": 1.0,
-    "quantization_config": None,
-}
+NORMS = ("rms_norm", "layer_norm")
+NORM_PLACEMENTS = ("pre", "post", "sandwich")
+OWN_FIELDS = {name for family in FAMILIES.values() for name in family.own_fields}
+"""Attributes of `ModelConfig` that only some family's config can say."""
 
 
 @dataclass(frozen=True)
@@ -131,8 +96,11 @@ class ModelConfig:
         num_layers: decoder layers ("num_hidden_layers" on the Hub).
         num_kv_heads: KV heads; divides num_attention_heads.
         head_dim: width of a head; num_attention_heads · head_dim need not be hidden_size.
-        norm_eps: epsilon of every RMSNorm.
-        activation: gate activation of the MLP, one of `ACTIVATIONS`.
+        norm_eps: epsilon of every norm.
+        norm: one of `NORMS`.
+        norm_placement: where each layer's norms stand, one of `NORM_PLACEMENTS`; see `tp.models.norm_placement`.
+        gated_mlp: whether the MLP has a gate, or two matrices only.
+        activation: of the MLP, one of `ACTIVATIONS`.
         qkv_bias, attention_output_bias, mlp_bias: which linears have a bias.
         qk_norm: RMSNorm over head_dim on every query and key head, before the rotary embedding.
         sliding_windows: for each layer, how many last positions (the own included) a token sees; None = all.
@@ -152,6 +120,9 @@ class ModelConfig:
     max_position_embeddings: int
     rope: RopeConfig
     norm_eps: float = 1e-6
+    norm: str = "rms_norm"
+    norm_placement: str = "pre"
+    gated_mlp: bool = True
     activation: str = "silu"
     qkv_bias: bool = False
     attention_output_bias: bool = False
@@ -253,6 +224,7 @@ class ModelConfig:
             bos_token_id=hub["bos_token_id"],
             eos_token_ids=as_token_ids(hub["eos_token_id"]),
             pad_token_id=hub["pad_token_id"],
+            **{name: given.get(name, default) for name, default in family.own_fields.items()},
         )
 
     def to_hf(self) -> dict[str, Any]:
@@ -283,6 +255,7 @@ class ModelConfig:
             source = getattr(self.family, field_name)
             if isinstance(source, str):
                 hub[source] = getattr(self, field_name)
+        hub |= {name: getattr(self, name) for name in self.family.own_fields}
         return hub | self._sliding_windows_to_hf()
 
     def _sliding_windows_to_hf(self) -> dict[str, Any]:
@@ -314,12 +287,27 @@ class ModelConfig:
             )
         if self.head_dim % 2:
             raise ConfigError(f"head_dim {self.head_dim} is odd: the rotary embedding turns pairs of channels")
-        if self.activation not in ACTIVATIONS:
-            raise ConfigError(f"activation {self.activation!r} is not supported: choose from {', '.join(ACTIVATIONS)}")
+        _check_choice("activation", self.activation, ACTIVATIONS)
+        _check_choice("norm", self.norm, NORMS)
+        _check_choice("norm_placement", self.norm_placement, NORM_PLACEMENTS)
+        self._check_own_fields()
         if len(self.sliding_windows) != self.num_layers:
             raise ConfigError(f"{len(self.sliding_windows)} sliding windows for {self.num_layers} layers")
         for window in self.sliding_windows:
             _check_positive(sliding_window=window)
+
+    def _check_own_fields(self) -> None:
+        """Only the family that writes these fields to its config may have another value than all others have."""
+        if not isinstance(self.gated_mlp, bool):
+            raise ConfigError(f"gated_mlp is {self.gated_mlp!r}: it must be true or false")
+        for field in fields(self):
+            if field.name in OWN_FIELDS - self.family.own_fields.keys():
+                value = getattr(self, field.name)
+                if value != field.default:
+                    raise ConfigError(
+                        f"{field.name} is {value!r}: {self.model_type} models have {field.default!r}; "
+                        "model_type 'tp_decoder' takes either"
+                    )
 
 
 def as_token_ids(value: int | list[int] | None) -> tuple[int, ...]:
@@ -333,7 +321,10 @@ def _complete(given: dict[str, Any], model_type: str) -> dict[str, Any]:
     """Passes the fields through transformers' config class, which adds its defaults and unifies rope spellings."""
     from transformers import AutoConfig
 
-    defaults = AutoConfig.for_model(model_type).to_dict()
+    family = FAMILIES[model_type]
+    config_class = family.config_class or model_type
+    given = {name: value for name, value in given.items() if name not in family.own_fields}
+    defaults = AutoConfig.for_model(config_class).to_dict()
     for name, value in given.items():
         if name in FIXED_FIELDS:
             if value != FIXED_FIELDS[name]:
@@ -343,7 +334,7 @@ def _complete(given: dict[str, Any], model_type: str) -> dict[str, Any]:
     _check_rope_type(given.get("rope_parameters") or given.get("rope_scaling") or {})
     known = {name: value for name, value in given.items() if name not in FIXED_FIELDS and name != "model_type"}
     try:
-        completed: dict[str, Any] = AutoConfig.for_model(model_type, **known).to_dict()
+        completed: dict[str, Any] = AutoConfig.for_model(config_class, **known).to_dict()
         return completed
     except (TypeError, ValueError, LookupError, AttributeError, ArithmeticError) as error:
         raise ConfigError(f"{model_type} config is not valid: {' '.join(str(error).split())}") from error
@@ -378,6 +369,11 @@ def _sliding_windows(hub: Mapping[str, Any]) -> tuple[int | None, ...]:
 def _dtype_name(given: Mapping[str, Any]) -> str | None:
     dtype = given.get("dtype") or given.get("torch_dtype")
     return None if dtype is None else str(dtype).removeprefix("torch.")
+
+
+def _check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
+    if value not in choices:
+        raise ConfigError(f"{name} {value!r} is not supported: choose from {', '.join(choices)}")
 
 
 def _check_positive(prefix: str = "", **values: float | None) -> None:

@@ -154,7 +154,8 @@ class _Watch(TorchDispatchMode):
 def capture_for(model: CausalLM) -> Capture | None:
     """How decode steps of this model are captured; None where they depend on what only the host knows.
 
-    On a CPU also None where a part of each step is plain torch: its activation, its attention, or gloo's collectives.
+    On a CPU also None where a part of each step is plain torch: its MLP, its norms, its attention, or gloo's
+    collectives.
     """
     group = model.group
     of_the_device = has_decode_attention(model.dtype, group.device) and model.config.rope.rope_type != "dynamic"
@@ -162,10 +163,11 @@ def capture_for(model: CausalLM) -> Capture | None:
         return None
     if group.device.type == "cuda":
         return CudaGraph(group.communicator)
-    in_cpp = model.config.activation == "silu" and isinstance(
-        group.communicator, (AloneCommunicator, SharedMemoryCommunicator)
-    )
-    return NativeTape(group.communicator) if in_cpp else None
+    config = model.config
+    gated_by_silu = config.gated_mlp and config.activation == "silu"
+    fused_norms = config.norm == "rms_norm" and config.norm_placement == "pre"
+    in_memory = isinstance(group.communicator, (AloneCommunicator, SharedMemoryCommunicator))
+    return NativeTape(group.communicator) if gated_by_silu and fused_norms and in_memory else None
 
 
 @dataclass(frozen=True)
@@ -211,6 +213,8 @@ class DecodeGraphs:
     def next_token_logits(self, step: Step) -> ShardedLogits:
         """As the model's own `next_token_logits`, for a step with one token of each sequence."""
         self._cache.check_room(step)
+        if self._model.model.tap is not None:  # it is Python, and sees every step
+            return self._model.next_token_logits(step, self._cache)
         if not self._refused and step.num_tokens <= self._capture.most_sequences:
             size = min(self._capture.size(step.num_tokens), self._cache.num_slots - self._capture.scratch_slots)
             if size in self._captured:

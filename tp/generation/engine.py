@@ -116,7 +116,7 @@ class GenerationSession:
         step = step_of(pieces, self._group.device)
         rows = [row for row, piece in enumerate(pieces) if piece.gives_token]
         if not rows:
-            self._model.residual_stream(step, self._cache)
+            self._model.extend_cache(step, self._cache)
             return None
         if self._graphs is not None and step.decodes:
             logits = self._graphs.next_token_logits(step)

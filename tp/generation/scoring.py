@@ -65,11 +65,10 @@ def score(model: TextModel, text: Prompt | None) -> Score:
     for start in range(0, len(ids) - 1, chunk):
         inputs = ids[start : start + chunk][: len(ids) - 1 - start]
         piece = SequenceSlice(len(inputs), start, slot=0, total=len(ids))
-        stream = model.residual_stream(Step(inputs, (piece,)), cache)
+        normed = model.model.final_norm(model.residual_stream(Step(inputs, (piece,)), cache))
         targets = ids[start + 1 : start + 1 + len(inputs)]
-        stream.settle()
         for rows in torch.arange(len(inputs), device=ids.device).split(ROWS):
-            logits = model.logits_of(stream.take(rows))
+            logits = model.lm_head(normed.select(rows))
             logprobs += token_logprobs(logits, targets[rows]).tolist()
     if (bad := next((index for index, logprob in enumerate(logprobs) if not math.isfinite(logprob)), None)) is not None:
         raise NumericalError(

@@ -83,10 +83,32 @@ def causal_attention(
     return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
 
+def attention_pattern(q_HTd: Tensor, k_HSd: Tensor, runs: Sequence[HeadRun], window: int | None = None) -> Tensor:
+    """The weights softmax(q kᵀ / √d) of `causal_attention`, for looking at: [H, T, S], float32 at least, no gradients.
+
+    Args:
+        q_HTd, k_HSd, runs, window: as `causal_attention` takes them.
+    """
+    mask = _visible(q_HTd.shape[1], k_HSd.shape[1], window, q_HTd.device)
+    dtype = statistics_dtype(q_HTd.dtype)
+    patterns = []
+    for run in runs:
+        q = q_HTd[run.queries.start : run.queries.stop].to(dtype).unflatten(0, (len(run.kv_heads), -1))
+        k = k_HSd[run.kv_heads.start : run.kv_heads.stop].to(dtype).unsqueeze(1)
+        scores = q @ k.transpose(-1, -2) * q.shape[-1] ** -0.5
+        patterns.append(scores.masked_fill(~mask, -torch.inf).softmax(-1).flatten(0, 1))
+    return torch.cat(patterns)
+
+
 def _causal_mask(num_queries: int, num_keys: int, window: int | None, device: torch.device) -> Tensor | None:
     """[T, S] bool, True where query i (the last T of S positions) may see key j; None where plain causal serves."""
     if num_queries == 1 or (num_queries == num_keys and (window is None or window >= num_keys)):
         return None
+    return _visible(num_queries, num_keys, window, device)
+
+
+def _visible(num_queries: int, num_keys: int, window: int | None, device: torch.device) -> Tensor:
+    """[T, S] bool, True where query i (the last T of S positions) may see key j."""
     query = torch.arange(num_keys - num_queries, num_keys, device=device).unsqueeze(-1)
     key = torch.arange(num_keys, device=device)
     visible = key <= query
@@ -99,7 +121,7 @@ def _attention_with_dropout(
     """Weights in the statistics dtype, rounded, dropped, then multiplied with v, as transformers' eager attention."""
     num_queries, num_keys = q.shape[-2], k.shape[-2]
     if mask is None:
-        mask = torch.ones(num_queries, num_keys, dtype=torch.bool, device=q.device).tril(num_keys - num_queries)
+        mask = _visible(num_queries, num_keys, None, q.device)
     scores = q @ k.transpose(-1, -2) * q.shape[-1] ** -0.5
     scores = scores.masked_fill(~mask, torch.finfo(scores.dtype).min)
     weights = scores.softmax(-1, dtype=statistics_dtype(q.dtype)).to(q.dtype)

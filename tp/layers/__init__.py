@@ -12,23 +12,26 @@ from tp.layers.linear import (
     RowParallelLinear,
     merged_columns,
 )
-from tp.layers.mlp import GatedMLP
-from tp.layers.norm import RMSNorm
-from tp.layers.residual_stream import ResidualStream, Site
+from tp.layers.mlp import GatedMLP, PlainMLP
+from tp.layers.norm import LayerNorm, RMSNorm
+from tp.layers.residual_stream import ResidualStream
 from tp.layers.rotary import RotaryEmbedding
 from tp.layers.step import SequenceSlice, Step
+from tp.layers.tap import Site, Tap
 
 __all__ = [
     "ColumnParallelLinear",
     "GatedMLP",
     "GroupedQueryAttention",
     "KVCache",
+    "LayerNorm",
     "Layout",
     "LayoutRule",
     "MergedColumnParallelLinear",
     "Normed",
     "ParallelLMHead",
     "Partial",
+    "PlainMLP",
     "QKVParallelLinear",
     "RMSNorm",
     "Replicate",
@@ -40,6 +43,7 @@ __all__ = [
     "ShardedLogits",
     "Site",
     "Step",
+    "Tap",
     "VocabParallelEmbedding",
     "automatic_layout",
     "merged_columns",

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from tp.config import ModelConfig
-from tp.kernels.attention import AttentionDropout, causal_attention
+from tp.kernels.attention import AttentionDropout, attention_pattern, causal_attention
 from tp.kernels.cache_attention import QueryGroups
 from tp.kernels.decode_attention import decode_attention, has_decode_attention
 from tp.kernels.rotary import rotate_queries_and_keys
@@ -15,6 +15,7 @@ from tp.layers.kv_cache import LayerCache
 from tp.layers.linear import FeatureShares, QKVParallelLinear, RowParallelLinear
 from tp.layers.norm import HeadRMSNorm
 from tp.layers.step import Step
+from tp.layers.tap import Tap
 from tp.parallel.group import TensorParallelGroup
 from tp.parallel.partition import query_head_ranges, uniform_runs
 
@@ -25,6 +26,9 @@ class GroupedQueryAttention(nn.Module):
     Args:
         config: global sizes; this rank's heads follow from the group.
         layer: index of the layer, which decides its window and its dropout.
+
+    Attributes:
+        heads: the global indices of this rank's query heads.
     """
 
     def __init__(
@@ -42,7 +46,7 @@ class GroupedQueryAttention(nn.Module):
         self.layer = layer
         self.window = config.sliding_windows[layer]
         self.dropout_probability = config.attention_dropout
-        self.first_head = query_head_ranges(heads, group.size)[group.rank].start
+        self.heads = query_head_ranges(heads, group.size)[group.rank]
         self.runs = uniform_runs(heads, kv_heads, group.size, group.rank)
         self._query_groups: QueryGroups | None = None
         self.qkv_proj = QKVParallelLinear(
@@ -64,13 +68,19 @@ class GroupedQueryAttention(nn.Module):
             self.k_norm = HeadRMSNorm(head_dim, config.norm_eps, group, dtype=dtype, device=device)
 
     def forward(
-        self, x: Tensor | Normed, step: Step, rotary: tuple[Tensor, Tensor], cache: LayerCache | None = None
+        self,
+        x: Tensor | Normed,
+        step: Step,
+        rotary: tuple[Tensor, Tensor],
+        cache: LayerCache | None = None,
+        tap: Tap | None = None,
     ) -> Partial:
         """[N, D] → this rank's addend of [N, D].
 
         Args:
             rotary: cos and sin of the step's tokens, from `RotaryEmbedding`.
             cache: keys and values of earlier tokens; extended by the step's. Without it every sequence starts here.
+            tap: sees the heads' outputs, and the attention weights if it wants them.
         """
         fused = self.qkv_proj(x).unflatten(-1, (-1, self.head_dim))
         q_NHd, k_NHd, v_NHd = fused.split([size // self.head_dim for size in self.qkv_proj.local_sizes], dim=1)
@@ -82,8 +92,11 @@ class GroupedQueryAttention(nn.Module):
                 self._groups(q_NHd.device), self.window,
             )  # fmt: skip
         else:
-            q_NHd, k_NHd = rotate_queries_and_keys(q_NHd, k_NHd, *rotary)
-            z_NHd = self._attend(q_NHd, k_NHd, v_NHd, step, cache)
+            z_NHd = self._attend(*rotate_queries_and_keys(q_NHd, k_NHd, *rotary), v_NHd, step, cache)
+        if tap is not None:
+            if tap.wants_pattern(self.layer):
+                self._show_pattern(tap, *rotate_queries_and_keys(q_NHd, k_NHd, *rotary), step, cache)
+            z_NHd = tap.on_heads(self.layer, z_NHd, self.heads)
         partial_sum: Partial = self.o_proj(z_NHd.flatten(1))
         return partial_sum
 
@@ -110,9 +123,18 @@ class GroupedQueryAttention(nn.Module):
             outputs.append(causal_attention(q_HTd, k_HTd, v_HTd, self.runs, self.window, dropout).transpose(0, 1))
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
+    @torch.no_grad()
+    def _show_pattern(self, tap: Tap, q_NHd: Tensor, k_NHd: Tensor, step: Step, cache: LayerCache | None) -> None:
+        """Gives the tap the attention weights of each sequence; the cache, if any, holds the step's keys already."""
+        for index, (piece, rows) in enumerate(zip(step.sequences, step.rows(), strict=True)):
+            q_HTd, k_HSd = (x[rows.start : rows.stop].transpose(0, 1) for x in (q_NHd, k_NHd))
+            if cache is not None:
+                k_HSd = cache.key[piece.slot, :, : piece.start + piece.length]
+            tap.on_pattern(self.layer, index, attention_pattern(q_HTd, k_HSd, self.runs, self.window), self.heads)
+
     def _dropout(self, step: Step, first_token: int) -> AttentionDropout | None:
         if not self.training or self.dropout_probability == 0 or step.dropout_seed is None:
             return None
         return AttentionDropout(
-            self.dropout_probability, step.dropout_seed, self.layer, self.first_head, first_token, step.num_tokens
+            self.dropout_probability, step.dropout_seed, self.layer, self.heads.start, first_token, step.num_tokens
         )

@@ -9,7 +9,7 @@ from torch import Tensor
 from tp.errors import LayoutError
 from tp.kernels.int8_weight import Int8Weight
 from tp.kernels.linear import linear
-from tp.layers.layout import Layout
+from tp.layers.layout import Layout, Replicate
 from tp.parallel.group import TensorParallelGroup
 from tp.parallel.mappings import copy_to_tensor_parallel_region, reduce_from_tensor_parallel_region
 
@@ -58,6 +58,14 @@ class Normed:
     def replicated(self) -> Tensor:
         """[N, D] for a consumer that computes the same on every rank."""
         return self.layout.replicated(self.local)
+
+    def select(self, rows: Tensor) -> Normed:
+        """Some rows only, whole on every rank.
+
+        Args:
+            rows: [B] int64, token indices of the step, equal on all ranks.
+        """
+        return Normed(self.layout.select(self.local, rows), Replicate(self.layout.group, len(rows)))
 
 
 def column_linear(

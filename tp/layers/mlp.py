@@ -1,13 +1,13 @@
-"""The gated MLP: down(activation(gate(x)) · up(x))."""
+"""The MLPs: gated, down(activation(gate(x)) · up(x)), and plain, down(activation(up(x)))."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
 
-from tp.kernels.gated_activation import activation_and_mul
+from tp.kernels.gated_activation import ACTIVATION_FUNCTIONS, activation_and_mul
 from tp.layers.handles import Normed, Partial
-from tp.layers.linear import MergedColumnParallelLinear, RowParallelLinear, merged_columns
+from tp.layers.linear import ColumnParallelLinear, MergedColumnParallelLinear, RowParallelLinear, merged_columns
 from tp.parallel.group import TensorParallelGroup
 
 
@@ -42,4 +42,37 @@ class GatedMLP(nn.Module):
     def forward(self, x: Tensor | Normed) -> Partial:
         """[N, D] → this rank's addend of [N, D]; the stream combines it with the other ranks'."""
         partial_sum: Partial = self.down_proj(activation_and_mul(self.gate_up_proj(x), self.activation))
+        return partial_sum
+
+
+class PlainMLP(nn.Module):
+    """m = down_proj(activation(up_proj(x))): the two matrices of the original Transformer (arXiv:1706.03762).
+
+    Args:
+        hidden_size, intermediate_size: global widths.
+        activation: see `tp.config.ACTIVATIONS`.
+        bias: on both linears.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        intermediate_size: int,
+        activation: str,
+        group: TensorParallelGroup,
+        *,
+        bias: bool = False,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+    ) -> None:
+        super().__init__()
+        self.activation = ACTIVATION_FUNCTIONS[activation]
+        self.up_proj = ColumnParallelLinear(
+            hidden_size, intermediate_size, group, bias=bias, dtype=dtype, device=device
+        )
+        self.down_proj = RowParallelLinear(intermediate_size, hidden_size, group, bias=bias, dtype=dtype, device=device)
+
+    def forward(self, x: Tensor | Normed) -> Partial:
+        """[N, D] → this rank's addend of [N, D]; the stream combines it with the other ranks'."""
+        partial_sum: Partial = self.down_proj(self.activation(self.up_proj(x)))
         return partial_sum

@@ -8,9 +8,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import NamedTuple
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -18,18 +16,28 @@ from torch import Tensor
 from tp.errors import LayoutError
 from tp.layers.handles import Normed, Partial
 from tp.layers.layout import Layout, Replicate
-from tp.layers.norm import RMSNorm
+from tp.layers.norm import Norm, RMSNorm
+from tp.layers.tap import Site, Tap
 
 
-class Site(NamedTuple):
-    """Where in the model a value is written: (layer index, "attn_out" | "mlp_out"), or (None, "embed")."""
+@dataclass(frozen=True)
+class PendingWrite:
+    """A write that is still to be combined and added.
 
-    layer: int | None
-    point: str
+    Attributes:
+        norm: of the write itself (sandwich placement).
+        then: of the state after the add (post-norm placement).
+    """
 
+    partial: Partial
+    site: Site
+    norm: Norm | None
+    then: Norm | None
 
-Tap = Callable[[Site, Tensor, Layout], Tensor]
-"""Sees each complete write u in the stream's layout and returns it, or an edited one. Set on all ranks or none."""
+    @property
+    def bare(self) -> bool:
+        """Whether nothing stands between the combined write and the next norm but the add."""
+        return self.norm is None and self.then is None
 
 
 @dataclass
@@ -37,22 +45,27 @@ class ResidualStream:
     """The stream of one step: a base state and the writes that have not been added yet.
 
     A layer takes and returns it. A write resolves in one order: u = Σ_ranks value (accumulated in float32, in rank
-    order where we own the sum, rounded to the stream's dtype); u + bias, once; tap; base ← round(base + u).
+    order where we own the sum, rounded to the stream's dtype); u + bias, once; norm; tap; base ← round(base + u);
+    then the state's own norm; tap.
 
     Attributes:
         layout: how [N, D] lies over the ranks.
         base: this layout's share of the state without the pending writes; None before the embedding's write.
         pending: writes in the order in which they were made.
-        tap: captures or edits complete writes.
+        tap: captures or edits complete writes and states.
     """
 
     layout: Layout
     base: Tensor | None = None
-    pending: list[tuple[Partial, Site]] = field(default_factory=list)
+    pending: list[PendingWrite] = field(default_factory=list)
     tap: Tap | None = None
 
-    def write(self, partial: Partial, site: Site) -> None:
+    def write(self, partial: Partial, site: Site, norm: Norm | None = None, then: Norm | None = None) -> None:
         """Hands over one rank's addend of what a sublayer writes: [N, D], to be combined at the next read.
+
+        Args:
+            norm: u ← norm(u), before the add.
+            then: x ← then(x), after it.
 
         Raises:
             LayoutError: not a `Partial`, of another group, or not one row a token.
@@ -63,16 +76,20 @@ class ResidualStream:
             raise LayoutError(f"{site}: the write belongs to {partial.group}, the stream to {self.layout.group}")
         if partial.value.shape[0] != self.layout.num_tokens:
             raise LayoutError(f"{site}: {partial.value.shape[0]} rows written to {self.layout.num_tokens} tokens")
-        self.pending.append((partial, site))
+        self.pending.append(PendingWrite(partial, site, norm, then))
 
-    def read(self, norm: RMSNorm) -> Normed:
-        """Norm(x) of the settled state x, in the stream's layout.
+    def read(self, norm: Norm | None) -> Normed:
+        """Norm(x) of the settled state x, or x itself, in the stream's layout.
 
-        Without gradients and taps, the last write's reduction, its add and the norm are one operation.
+        Without gradients and taps, a bare write's reduction, its add and an RMSNorm are one operation.
         """
-        if not self.pending or self.tap is not None or torch.is_grad_enabled():
+        if norm is None:
+            return Normed(self.settle(), self.layout)
+        if not isinstance(norm, RMSNorm) or self.tap is not None or torch.is_grad_enabled():
             return Normed(norm(self.settle()), self.layout)
-        partial, _ = self.pending.pop()
+        if not self.pending or not self.pending[-1].bare:
+            return Normed(norm(self.settle()), self.layout)
+        partial = self.pending.pop().partial
         if self.pending:
             self.settle()
         self.base, normed = self.layout.combine_add_norm(partial.value, partial.bias, self.base, norm.weight, norm.eps)
@@ -80,11 +97,15 @@ class ResidualStream:
 
     def settle(self) -> Tensor:
         """Combines and adds everything pending; returns this layout's share of the state."""
-        for partial, site in self.pending:
-            update = partial.plus_bias(self.layout.combine(partial.value))
-            if self.tap is not None:
-                update = self.tap(site, update, self.layout)
-            self.base = update if self.base is None else self.base + update
+        for write in self.pending:
+            update = write.partial.plus_bias(self.layout.combine(write.partial.value))
+            if write.norm is not None:
+                update = write.norm(update)
+            update = self._tapped(write.site, update)
+            state = update if self.base is None else self.base + update
+            if write.then is not None:
+                state = write.then(state)
+            self.base = self._tapped(write.site.state_after, state)
         self.pending.clear()
         if self.base is None:
             raise LayoutError("the residual stream was read before anything was written to it")
@@ -102,5 +123,8 @@ class ResidualStream:
         return ResidualStream(
             layout=Replicate(self.layout.group, len(rows)),
             base=self.layout.select(self.base, rows),
-            pending=[(partial.select(rows), site) for partial, site in self.pending],
+            pending=[replace(write, partial=write.partial.select(rows)) for write in self.pending],
         )
+
+    def _tapped(self, site: Site, value: Tensor) -> Tensor:
+        return value if self.tap is None else self.tap.on_stream(site, value, self.layout)

@@ -90,7 +90,18 @@ class CausalLM(nn.Module):
     def next_token_logits(self, step: Step, cache: KVCache) -> ShardedLogits:
         """Runs a step and returns [B, V]: the logits at the last token of each of its sequences, and no others."""
         stream = self.residual_stream(step, cache)
-        return self.logits_of(stream if step.decodes and not stream.layout.sharded else stream.take(step.last_rows()))
+        if step.decodes and not stream.layout.sharded:
+            return self.logits_of(stream)
+        if stream.tap is None:
+            return self.logits_of(stream.take(step.last_rows()))
+        last: ShardedLogits = self.lm_head(self.model.final_norm(stream).select(step.last_rows()))  # it sees all rows
+        return last
+
+    def extend_cache(self, step: Step, cache: KVCache) -> None:
+        """Runs a step of which only the keys and values are wanted."""
+        stream = self.residual_stream(step, cache)
+        if stream.tap is not None:  # it sees every point of every step
+            self.model.final_norm(stream)
 
     def residual_stream(self, step: Step, cache: KVCache | None = None) -> ResidualStream:
         """Runs a step and returns the stream after the last layer, no logits computed."""

@@ -11,17 +11,22 @@ from tp.layers.embedding import VocabParallelEmbedding
 from tp.layers.handles import Normed, Partial
 from tp.layers.kv_cache import KVCache, LayerCache
 from tp.layers.layout import LayoutRule, automatic_layout
-from tp.layers.mlp import GatedMLP
-from tp.layers.norm import RMSNorm
-from tp.layers.residual_stream import ResidualStream, Site, Tap
+from tp.layers.mlp import GatedMLP, PlainMLP
+from tp.layers.norm import Norm
+from tp.layers.residual_stream import ResidualStream
 from tp.layers.rotary import RotaryEmbedding
 from tp.layers.shared_gradients import finished_gradients
 from tp.layers.step import Step
+from tp.layers.tap import Site, Tap
+from tp.models.norm_placement import NORMS, PLACEMENTS, add_norms
 from tp.parallel.group import TensorParallelGroup
 
 
 class DecoderLayer(nn.Module):
-    """h = x + Attention(Norm(x)); y = h + MLP(Norm(h)). The stream combines the ranks' partial sums at each read."""
+    """h = x + Attention(Norm(x)); y = h + MLP(Norm(h)). The stream combines the ranks' partial sums at each read.
+
+    So in pre-norm; where the norms stand is `config.norm_placement`.
+    """
 
     def __init__(
         self,
@@ -34,10 +39,11 @@ class DecoderLayer(nn.Module):
     ) -> None:
         super().__init__()
         self.index = index
-        self.input_layernorm = RMSNorm(config.hidden_size, config.norm_eps, group, dtype=dtype, device=device)
+        placement = PLACEMENTS[config.norm_placement]
+        self.attention_norms = add_norms(self, placement.attention, config, group, dtype=dtype, device=device)
         self.self_attn = GroupedQueryAttention(config, index, group, dtype=dtype, device=device)
-        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.norm_eps, group, dtype=dtype, device=device)
-        self.mlp = GatedMLP(
+        self.mlp_norms = add_norms(self, placement.mlp, config, group, dtype=dtype, device=device)
+        self.mlp = (GatedMLP if config.gated_mlp else PlainMLP)(
             config.hidden_size,
             config.intermediate_size,
             config.activation,
@@ -50,11 +56,14 @@ class DecoderLayer(nn.Module):
     def forward(
         self, stream: ResidualStream, step: Step, rotary: tuple[Tensor, Tensor], cache: LayerCache | None
     ) -> ResidualStream:
+        attention, mlp = self.attention_norms, self.mlp_norms
         with finished_gradients(self, stream.layout):
-            z = stream.read(self.input_layernorm)
-            stream.write(self.self_attn(z, step, rotary, cache), Site(self.index, "attn_out"))
-            z = stream.read(self.post_attention_layernorm)
-            stream.write(self.mlp(z), Site(self.index, "mlp_out"))
+            z = stream.read(attention.of_input)
+            a = self.self_attn(z, step, rotary, cache, stream.tap)
+            stream.write(a, Site(self.index, "attn_out"), attention.of_write, attention.of_state)
+            z = stream.read(mlp.of_input)
+            m = self.mlp(z)
+            stream.write(m, Site(self.index, "mlp_out"), mlp.of_write, mlp.of_state)
             if torch.is_grad_enabled():
                 stream.settle()  # FSDP takes a layer's parameters away after it, and a pending bias is one
         return stream
@@ -74,6 +83,7 @@ class Decoder(nn.Module):
     Attributes:
         choose_layout: decides, once a forward, how the stream lies over the ranks.
         run_layer: how a layer is called.
+        tap: sees and may edit what passes the named points of every forward, see `tp.layers.tap`.
     """
 
     def __init__(
@@ -92,21 +102,25 @@ class Decoder(nn.Module):
         self.layers = nn.ModuleList(
             DecoderLayer(config, index, group, dtype=dtype, device=device) for index in range(config.num_layers)
         )
-        self.norm = RMSNorm(config.hidden_size, config.norm_eps, group, dtype=dtype, device=device)
+        self.norm: Norm | None = None
+        if PLACEMENTS[config.norm_placement].final:
+            self.norm = NORMS[config.norm](config.hidden_size, config.norm_eps, group, dtype=dtype, device=device)
         self.rotary = RotaryEmbedding(config.rope, config.head_dim, config.max_position_embeddings)
         self.choose_layout: LayoutRule = automatic_layout
         self.run_layer = run_layer
+        self.tap: Tap | None = None
 
-    def forward(self, step: Step, cache: KVCache | None = None, tap: Tap | None = None) -> ResidualStream:
+    def forward(self, step: Step, cache: KVCache | None = None) -> ResidualStream:
         """Runs the step's tokens through every layer. The stream may hold writes that are still to be combined.
 
         Args:
             cache: extended by the step's keys and values; None where every sequence begins and ends in the step.
-            tap: sees and may edit each complete write, see `tp.layers.residual_stream.Tap`.
         """
         if cache is not None:
             cache.check_room(step)
-        stream = ResidualStream(self.choose_layout(self.group, step.num_tokens), tap=tap)
+        if self.tap is not None:
+            self.tap.on_step(step)
+        stream = ResidualStream(self.choose_layout(self.group, step.num_tokens), tap=self.tap)
         embedding: Partial = self.embed_tokens(step.token_ids)
         stream.write(embedding, Site(None, "embed"))
         rotary = self.rotary(step, embedding.value.dtype)
@@ -115,6 +129,12 @@ class Decoder(nn.Module):
         return stream
 
     def final_norm(self, stream: ResidualStream) -> Normed:
-        """What the LM head reads: the norm of the settled stream."""
-        with finished_gradients(self.norm, stream.layout):
-            return stream.read(self.norm)
+        """What the LM head reads: the norm of the settled stream, or the stream where its last state is normed."""
+        if self.norm is None:
+            normed = stream.read(None)
+        else:
+            with finished_gradients(self.norm, stream.layout):
+                normed = stream.read(self.norm)
+        if stream.tap is None:
+            return normed
+        return Normed(stream.tap.on_stream(Site(None, "final_norm"), normed.local, stream.layout), stream.layout)

@@ -24,7 +24,7 @@ def training_flops_per_token(config: ModelConfig, context: int) -> float:
     """
     heads, kv_heads, head_dim = config.num_attention_heads, config.num_kv_heads, config.head_dim
     attention = config.hidden_size * head_dim * (2 * heads + 2 * kv_heads)
-    mlp = 3 * config.hidden_size * config.intermediate_size
+    mlp = (3 if config.gated_mlp else 2) * config.hidden_size * config.intermediate_size
     weights = config.num_layers * (attention + mlp) + config.vocab_size * config.hidden_size
     return 6.0 * weights + 6.0 * config.num_layers * heads * head_dim * context
 
