@@ -114,6 +114,10 @@ def check(record: Record, machine: Machine, rank: Rank) -> None:
         if rank.rank == 0:
             with record.attempt("an odd number of sums in a CUDA graph, replayed") as found:
                 require(outcomes == [""] * RANKS, str(outcomes))
+        outcomes = rank.gathered(overlapped_products(rank))
+        if rank.rank == 0:
+            with record.attempt("matmuls that overlap with their transfers") as found:
+                require(outcomes == [""] * RANKS, str(outcomes))
     rank.communicator.close()
     dist.destroy_process_group()
 
@@ -197,6 +201,25 @@ def replays(rank: Rank) -> str:
             expected = sum_in_rank_order([addend[:7] for addend in addends]) * RANKS**2
             if not torch.equal(captured, expected):
                 return f"replay {number} gave other sums"
+        return ""
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+
+
+def overlapped_products(rank: Rank) -> str:
+    """An all-gather with its matmul, and a matmul with its reduce-scatter, against one after the other; or ""."""
+    addends = rank.addends(torch.bfloat16, 7)
+    matrix = normal(rank.device, torch.bfloat16, 96, 64)
+    sizes, rows = [4, 3], (slice(0, 4), slice(4, 7))[rank.rank]
+    try:
+        whole, product = rank.communicator.all_gather_matmul(addends[0][rows], matrix, sizes)
+        if not torch.equal(whole, addends[0]):
+            return "the gathered rows are others"
+        summed = rank.communicator.matmul_reduce_scatter(addends[rank.rank], matrix, sizes)
+        expected = (addends[0] @ matrix, sum_in_rank_order([addend @ matrix for addend in addends])[rows])
+        for name, result, wanted in zip(("gathered", "scattered"), (product, summed), expected, strict=True):
+            if (result.float() - wanted.float()).abs().max() > 2**-6 * wanted.float().abs().max():
+                return f"the {name} product is too far from the plain one"
         return ""
     except Exception as error:
         return f"{type(error).__name__}: {error}"

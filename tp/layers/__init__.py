@@ -2,7 +2,7 @@
 
 from tp.layers.attention import GroupedQueryAttention
 from tp.layers.embedding import ParallelLMHead, ShardedLogits, VocabParallelEmbedding
-from tp.layers.handles import Normed, Partial
+from tp.layers.handles import LinearPartial, Normed, Partial
 from tp.layers.kv_cache import KVCache
 from tp.layers.layout import Layout, LayoutRule, Replicate, ShardTokens, automatic_layout
 from tp.layers.linear import (
@@ -27,6 +27,7 @@ __all__ = [
     "LayerNorm",
     "Layout",
     "LayoutRule",
+    "LinearPartial",
     "MergedColumnParallelLinear",
     "Normed",
     "ParallelLMHead",

@@ -10,7 +10,7 @@ from tp.kernels.attention import AttentionDropout, attention_pattern, causal_att
 from tp.kernels.cache_attention import QueryGroups
 from tp.kernels.decode_attention import decode_attention, has_decode_attention
 from tp.kernels.rotary import rotate_queries_and_keys
-from tp.layers.handles import Normed, Partial
+from tp.layers.handles import LinearPartial, Normed
 from tp.layers.kv_cache import LayerCache
 from tp.layers.linear import FeatureShares, QKVParallelLinear, RowParallelLinear
 from tp.layers.norm import HeadRMSNorm
@@ -74,7 +74,7 @@ class GroupedQueryAttention(nn.Module):
         rotary: tuple[Tensor, Tensor],
         cache: LayerCache | None = None,
         tap: Tap | None = None,
-    ) -> Partial:
+    ) -> LinearPartial:
         """[N, D] → this rank's addend of [N, D].
 
         Args:
@@ -95,9 +95,9 @@ class GroupedQueryAttention(nn.Module):
             z_NHd = self._attend(*rotate_queries_and_keys(q_NHd, k_NHd, *rotary), v_NHd, step, cache)
         if tap is not None:
             if tap.wants_pattern(self.layer):
-                self._show_pattern(tap, *rotate_queries_and_keys(q_NHd, k_NHd, *rotary), step, cache)
+                self._show_pattern(tap, q_NHd, k_NHd, rotary, step, cache)
             z_NHd = tap.on_heads(self.layer, z_NHd, self.heads)
-        partial_sum: Partial = self.o_proj(z_NHd.flatten(1))
+        partial_sum: LinearPartial = self.o_proj(z_NHd.flatten(1))
         return partial_sum
 
     def _groups(self, device: torch.device) -> QueryGroups:
@@ -124,8 +124,17 @@ class GroupedQueryAttention(nn.Module):
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
     @torch.no_grad()
-    def _show_pattern(self, tap: Tap, q_NHd: Tensor, k_NHd: Tensor, step: Step, cache: LayerCache | None) -> None:
+    def _show_pattern(
+        self,
+        tap: Tap,
+        q_NHd: Tensor,
+        k_NHd: Tensor,
+        rotary: tuple[Tensor, Tensor],
+        step: Step,
+        cache: LayerCache | None,
+    ) -> None:
         """Gives the tap the attention weights of each sequence; the cache, if any, holds the step's keys already."""
+        q_NHd, k_NHd = rotate_queries_and_keys(q_NHd, k_NHd, *rotary)
         for index, (piece, rows) in enumerate(zip(step.sequences, step.rows(), strict=True)):
             q_HTd, k_HSd = (x[rows.start : rows.stop].transpose(0, 1) for x in (q_NHd, k_NHd))
             if cache is not None:

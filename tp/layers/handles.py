@@ -28,6 +28,14 @@ class Partial:
     group: TensorParallelGroup
     bias: Tensor | None = None
 
+    @property
+    def num_rows(self) -> int:
+        return len(self.value)
+
+    def written_in(self, layout: Layout) -> Partial | Combined:
+        """What a stream of that layout keeps of it until the next read."""
+        return self
+
     def reduce(self) -> Tensor:
         """The complete value on every rank: all-reduce, then the bias, once."""
         return self.plus_bias(reduce_from_tensor_parallel_region(self.value, self.group))
@@ -39,6 +47,48 @@ class Partial:
     def select(self, rows: Tensor) -> Partial:
         """The same sum for some rows only."""
         return replace(self, value=self.value.index_select(0, rows))
+
+
+@dataclass(frozen=True)
+class LinearPartial:
+    """A `Partial` whose value x_i W_iᵀ is not multiplied yet, so that it may overlap with its transfer.
+
+    Attributes:
+        x: [..., this rank's input features].
+        weight: [D, this rank's input features].
+        group, bias: as of a `Partial`.
+    """
+
+    x: Tensor
+    weight: Tensor | Int8Weight
+    group: TensorParallelGroup
+    bias: Tensor | None = None
+
+    @property
+    def num_rows(self) -> int:
+        return len(self.x)
+
+    def multiplied(self) -> Partial:
+        """The partial sum itself."""
+        return Partial(linear(self.x, self.weight), self.group, self.bias)
+
+    def written_in(self, layout: Layout) -> Partial | Combined:
+        """Combined at once where the layout can overlap the multiplication with the transfer, else the partial sum."""
+        combined = None if isinstance(self.weight, Int8Weight) else layout.combine_linear(self.x, self.weight)
+        if combined is None:
+            return self.multiplied()
+        return Combined(combined if self.bias is None else combined + self.bias)
+
+    def reduce(self) -> Tensor:
+        """The complete value on every rank: all-reduce, then the bias, once."""
+        return self.multiplied().reduce()
+
+
+@dataclass(frozen=True)
+class Combined:
+    """A complete write, bias included, in the layout of its stream."""
+
+    value: Tensor
 
 
 @dataclass(frozen=True)
@@ -88,7 +138,7 @@ def column_parallel_input(x: Tensor | Normed, group: TensorParallelGroup) -> Ten
     if isinstance(x, Tensor):
         return copy_to_tensor_parallel_region(x, group)
     raise LayoutError(f"a column-parallel linear takes a Tensor or a Normed, not a {type(x).__name__}"
-                      + (": call .reduce() first" if isinstance(x, Partial) else ""))  # fmt: skip
+                      + (": call .reduce() first" if isinstance(x, (Partial, LinearPartial)) else ""))  # fmt: skip
 
 
 def row_parallel_input(x: object) -> Tensor:

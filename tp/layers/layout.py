@@ -11,13 +11,13 @@ from torch import Tensor
 
 from tp.kernels.int8_weight import Int8Weight
 from tp.kernels.linear import linear
+from tp.kernels.overlapped_linear import gathered_linear, overlaps, scattered_linear
 from tp.kernels.reduce_add_rms_norm import reduce_add_rms_norm, reduce_scatter_add_rms_norm
 from tp.parallel.group import TensorParallelGroup
 from tp.parallel.mappings import (
     copy_to_tensor_parallel_region,
     gather_from_region,
     gather_from_sequence_parallel_region,
-    gathered_linear,
     reduce_from_tensor_parallel_region,
     reduce_scatter_to_sequence_parallel_region,
 )
@@ -44,6 +44,10 @@ class Layout(ABC):
     @abstractmethod
     def combine(self, partial_sum: Tensor) -> Tensor:
         """Every rank's partial sum [N, D] → this layout's share of their sum."""
+
+    def combine_linear(self, x: Tensor, weight: Tensor) -> Tensor | None:
+        """`combine(x Wᵀ)` whose matmul and transfer overlap; None where they cannot."""
+        return None
 
     @abstractmethod
     def combine_add_norm(
@@ -123,6 +127,11 @@ class ShardTokens(Layout):
     def combine(self, partial_sum: Tensor) -> Tensor:
         return reduce_scatter_to_sequence_parallel_region(partial_sum, self.group, self.sizes)
 
+    def combine_linear(self, x: Tensor, weight: Tensor) -> Tensor | None:
+        if not overlaps(self.group.communicator, x, self.sizes):
+            return None
+        return scattered_linear(x, weight, self.group, self.sizes)
+
     def combine_add_norm(
         self, partial_sum: Tensor, bias: Tensor | None, base: Tensor | None, weight: Tensor, eps: float
     ) -> tuple[Tensor, Tensor]:
@@ -133,9 +142,11 @@ class ShardTokens(Layout):
         return gather_from_sequence_parallel_region(local, self.group, self.sizes)
 
     def column_linear(self, local: Tensor, weight: Tensor | Int8Weight, bias: Tensor | None) -> Tensor:
-        if isinstance(weight, Int8Weight) or not torch.is_grad_enabled():
+        if isinstance(weight, Int8Weight):
             return linear(self.whole(local), weight, bias)
-        return gathered_linear(local, weight, bias, self.group, self.sizes)
+        if torch.is_grad_enabled() or overlaps(self.group.communicator, local, self.sizes):
+            return gathered_linear(local, weight, bias, self.group, self.sizes)
+        return linear(self.whole(local), weight, bias)
 
     def replicated(self, local: Tensor) -> Tensor:
         return gather_from_region(local, self.group, self.sizes)

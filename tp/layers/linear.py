@@ -12,8 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from tp.kernels.linear import linear
-from tp.layers.handles import Normed, Partial, column_linear, row_parallel_input
+from tp.layers.handles import LinearPartial, Normed, column_linear, row_parallel_input
 from tp.layers.layout import Layout
 from tp.layers.parameter import ParallelModule, SharedSlice, replicated_parts
 from tp.parallel.group import TensorParallelGroup
@@ -167,7 +166,7 @@ def merged_columns(out_features: Mapping[str, int], group: TensorParallelGroup) 
 
 
 class RowParallelLinear(ParallelModule):
-    """Y = Σ_ranks x_i W_iᵀ + b: this rank's addend, left as a `Partial` for the stream (or `.reduce()`) to combine.
+    """Y = Σ_ranks x_i W_iᵀ + b: this rank's addend, left as a `LinearPartial` for the stream or `.reduce()` to combine.
 
     Forward: x_i, this rank's input features → partial sum [..., out_features]; the bias is added once, after the sum.
     Backward: dx_i = dy W_i; dW_i = dyᵀ x_i; db = Σ_tokens dy.
@@ -205,10 +204,10 @@ class RowParallelLinear(ParallelModule):
         """The bias is added to this rank's tokens only where they are sharded."""
         return [SharedSlice("bias", len(self.bias), 0)] if self.bias is not None and layout.sharded else []
 
-    def forward(self, x: Tensor) -> Partial:
+    def forward(self, x: Tensor) -> LinearPartial:
         """[..., this rank's input features] → this rank's addend of [..., out_features].
 
         Raises:
             LayoutError: `x` is a handle of the stream, or a partial sum.
         """
-        return Partial(linear(row_parallel_input(x), self.weight), self.group, self.bias)
+        return LinearPartial(row_parallel_input(x), self.weight, self.group, self.bias)

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from tp.kernels.gated_activation import ACTIVATION_FUNCTIONS, activation_and_mul
-from tp.layers.handles import Normed, Partial
+from tp.layers.handles import LinearPartial, Normed
 from tp.layers.linear import ColumnParallelLinear, MergedColumnParallelLinear, RowParallelLinear, merged_columns
 from tp.parallel.group import TensorParallelGroup
 
@@ -39,9 +39,9 @@ class GatedMLP(nn.Module):
         )
         self.down_proj = RowParallelLinear(intermediate_size, hidden_size, group, bias=bias, dtype=dtype, device=device)
 
-    def forward(self, x: Tensor | Normed) -> Partial:
+    def forward(self, x: Tensor | Normed) -> LinearPartial:
         """[N, D] → this rank's addend of [N, D]; the stream combines it with the other ranks'."""
-        partial_sum: Partial = self.down_proj(activation_and_mul(self.gate_up_proj(x), self.activation))
+        partial_sum: LinearPartial = self.down_proj(activation_and_mul(self.gate_up_proj(x), self.activation))
         return partial_sum
 
 
@@ -72,7 +72,7 @@ class PlainMLP(nn.Module):
         )
         self.down_proj = RowParallelLinear(intermediate_size, hidden_size, group, bias=bias, dtype=dtype, device=device)
 
-    def forward(self, x: Tensor | Normed) -> Partial:
+    def forward(self, x: Tensor | Normed) -> LinearPartial:
         """[N, D] → this rank's addend of [N, D]; the stream combines it with the other ranks'."""
-        partial_sum: Partial = self.down_proj(self.activation(self.up_proj(x)))
+        partial_sum: LinearPartial = self.down_proj(self.activation(self.up_proj(x)))
         return partial_sum

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from tp.errors import LayoutError
-from tp.layers.handles import Normed, Partial
+from tp.layers.handles import Combined, LinearPartial, Normed, Partial
 from tp.layers.layout import Layout, Replicate
 from tp.layers.norm import Norm, RMSNorm
 from tp.layers.tap import Site, Tap
@@ -22,22 +22,28 @@ from tp.layers.tap import Site, Tap
 
 @dataclass(frozen=True)
 class PendingWrite:
-    """A write that is still to be combined and added.
+    """A write that is still to be combined, where it is not already, and added.
 
     Attributes:
         norm: of the write itself (sandwich placement).
         then: of the state after the add (post-norm placement).
     """
 
-    partial: Partial
+    update: Partial | Combined
     site: Site
     norm: Norm | None
     then: Norm | None
 
     @property
-    def bare(self) -> bool:
-        """Whether nothing stands between the combined write and the next norm but the add."""
-        return self.norm is None and self.then is None
+    def bare(self) -> Partial | None:
+        """The partial sum, where nothing but its reduction and its add stands between it and the next norm."""
+        return self.update if isinstance(self.update, Partial) and self.norm is self.then is None else None
+
+    def combined(self, layout: Layout) -> Tensor:
+        """The complete write, before its norm."""
+        if isinstance(self.update, Combined):
+            return self.update.value
+        return self.update.plus_bias(layout.combine(self.update.value))
 
 
 @dataclass
@@ -60,7 +66,9 @@ class ResidualStream:
     pending: list[PendingWrite] = field(default_factory=list)
     tap: Tap | None = None
 
-    def write(self, partial: Partial, site: Site, norm: Norm | None = None, then: Norm | None = None) -> None:
+    def write(
+        self, partial: Partial | LinearPartial, site: Site, norm: Norm | None = None, then: Norm | None = None
+    ) -> None:
         """Hands over one rank's addend of what a sublayer writes: [N, D], to be combined at the next read.
 
         Args:
@@ -68,15 +76,15 @@ class ResidualStream:
             then: x ← then(x), after it.
 
         Raises:
-            LayoutError: not a `Partial`, of another group, or not one row a token.
+            LayoutError: not a partial sum, of another group, or not one row a token.
         """
-        if not isinstance(partial, Partial):
+        if not isinstance(partial, (Partial, LinearPartial)):
             raise LayoutError(f"{site}: the stream takes a Partial, not a {type(partial).__name__}")
         if partial.group is not self.layout.group:
             raise LayoutError(f"{site}: the write belongs to {partial.group}, the stream to {self.layout.group}")
-        if partial.value.shape[0] != self.layout.num_tokens:
-            raise LayoutError(f"{site}: {partial.value.shape[0]} rows written to {self.layout.num_tokens} tokens")
-        self.pending.append(PendingWrite(partial, site, norm, then))
+        if partial.num_rows != self.layout.num_tokens:
+            raise LayoutError(f"{site}: {partial.num_rows} rows written to {self.layout.num_tokens} tokens")
+        self.pending.append(PendingWrite(partial.written_in(self.layout), site, norm, then))
 
     def read(self, norm: Norm | None) -> Normed:
         """Norm(x) of the settled state x, or x itself, in the stream's layout.
@@ -85,20 +93,19 @@ class ResidualStream:
         """
         if norm is None:
             return Normed(self.settle(), self.layout)
-        if not isinstance(norm, RMSNorm) or self.tap is not None or torch.is_grad_enabled():
+        bare = self.pending[-1].bare if self.pending else None
+        if bare is None or not isinstance(norm, RMSNorm) or self.tap is not None or torch.is_grad_enabled():
             return Normed(norm(self.settle()), self.layout)
-        if not self.pending or not self.pending[-1].bare:
-            return Normed(norm(self.settle()), self.layout)
-        partial = self.pending.pop().partial
+        self.pending.pop()
         if self.pending:
             self.settle()
-        self.base, normed = self.layout.combine_add_norm(partial.value, partial.bias, self.base, norm.weight, norm.eps)
+        self.base, normed = self.layout.combine_add_norm(bare.value, bare.bias, self.base, norm.weight, norm.eps)
         return Normed(normed, self.layout)
 
     def settle(self) -> Tensor:
         """Combines and adds everything pending; returns this layout's share of the state."""
         for write in self.pending:
-            update = write.partial.plus_bias(self.layout.combine(write.partial.value))
+            update = write.combined(self.layout)
             if write.norm is not None:
                 update = write.norm(update)
             update = self._tapped(write.site, update)
@@ -117,13 +124,13 @@ class ResidualStream:
         Args:
             rows: [B] int64, token indices of this step, equal on all ranks.
         """
-        if self.tap is not None or self.base is None:
-            self.settle()  # a tap sees every row
+        if self.tap is not None or self.base is None or any(isinstance(w.update, Combined) for w in self.pending):
+            self.settle()  # a tap sees every row; what is combined lies as the base does
         assert self.base is not None
         return ResidualStream(
             layout=Replicate(self.layout.group, len(rows)),
             base=self.layout.select(self.base, rows),
-            pending=[replace(write, partial=write.partial.select(rows)) for write in self.pending],
+            pending=[replace(w, update=w.update.select(rows)) for w in self.pending if isinstance(w.update, Partial)],
         )
 
     def _tapped(self, site: Site, value: Tensor) -> Tensor:

@@ -253,7 +253,7 @@ class NativeCommunicator(ProcessGroupCommunicator):
 
     def _all_gather(self, tensor: Tensor, sizes: Sequence[int]) -> Tensor:
         longest = max(sizes)
-        padded = _pad_rows(tensor, longest)
+        padded = pad_rows(tensor, longest)
         gathered = padded.new_empty((self.size * longest, *tensor.shape[1:]))
         dist.all_gather_into_tensor(gathered, padded, group=self.process_group)
         if min(sizes) == longest:
@@ -265,7 +265,7 @@ class NativeCommunicator(ProcessGroupCommunicator):
         if min(sizes) == longest:
             padded = tensor.contiguous()
         else:
-            padded = torch.cat([_pad_rows(block, longest) for block in tensor.split(list(sizes))])
+            padded = torch.cat([pad_rows(block, longest) for block in tensor.split(list(sizes))])
         reduced = padded.new_empty((longest, *tensor.shape[1:]))
         dist.reduce_scatter_tensor(reduced, padded, group=self.process_group)
         return reduced[: sizes[self.rank]]
@@ -286,7 +286,8 @@ def sum_in_rank_order(addends: Sequence[Tensor]) -> Tensor:
     return total.to(first.dtype)
 
 
-def _pad_rows(tensor: Tensor, rows: int) -> Tensor:
+def pad_rows(tensor: Tensor, rows: int) -> Tensor:
+    """The tensor, contiguous, with zeros after it up to so many rows."""
     if tensor.shape[0] == rows:
         return tensor.contiguous()
     return torch.cat([tensor, tensor.new_zeros((rows - tensor.shape[0], *tensor.shape[1:]))])

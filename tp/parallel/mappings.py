@@ -9,7 +9,6 @@
 | split_to_region | this rank's rows | all-gather |
 | gather_from_region | all-gather of rows | this rank's rows |
 | gather_last_dim_from_region | all-gather of columns | this rank's columns |
-| gathered_linear | all-gather of rows, then x Wᵀ + b | dy W, then reduce-scatter |
 
 The two all-gathers differ in who reads the result: a column-parallel linear leaves a partial gradient on every
 rank (reduce-scatter); what is consumed alike everywhere already has the whole gradient (take one's own rows).
@@ -22,7 +21,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from tp.parallel.group import TensorParallelGroup
 
@@ -55,20 +53,6 @@ def split_to_region(x: Tensor, group: TensorParallelGroup, sizes: Sequence[int])
 def gather_from_region(x: Tensor, group: TensorParallelGroup, sizes: Sequence[int]) -> Tensor:
     """y = concat_ranks x along dim 0, consumed alike on every rank; dx = this rank's rows of dy."""
     return x if group.size == 1 else _GatherSplit.apply(x, group, tuple(sizes))
-
-
-def gathered_linear(
-    x: Tensor, weight: Tensor, bias: Tensor | None, group: TensorParallelGroup, sizes: Sequence[int]
-) -> Tensor:
-    """y = concat_ranks x · Wᵀ + b: the all-gather of a column-parallel linear's input, joined to its matmul.
-
-    Backward: dx = this rank's rows of Σ_ranks dy W; dW = dyᵀ concat_ranks x; db = Σ_rows dy. The gathered input is
-    not kept but gathered again (Korthikanti et al. 2022, section 4.2.2), so that what is saved falls as 1/t.
-    """
-    if group.size == 1:
-        return functional.linear(x, weight, bias)
-    y: Tensor = _GatheredLinear.apply(x, weight, bias, group, tuple(sizes))
-    return y
 
 
 def gather_last_dim_from_region(x: Tensor, group: TensorParallelGroup) -> Tensor:
@@ -110,24 +94,6 @@ class _GatherReduceScatter(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None]:
         return ctx.group.communicator.reduce_scatter(dy, ctx.sizes), None, None
-
-
-class _GatheredLinear(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, group: TensorParallelGroup, sizes: tuple[int, ...]
-    ) -> Tensor:
-        ctx.group, ctx.sizes, ctx.has_bias = group, sizes, bias is not None
-        ctx.save_for_backward(x, weight)
-        return functional.linear(group.communicator.all_gather(x, sizes), weight, bias)
-
-    @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight = ctx.saved_tensors
-        communicator = ctx.group.communicator
-        whole = communicator.all_gather(x, ctx.sizes)
-        dx = communicator.reduce_scatter(dy @ weight, ctx.sizes)
-        return dx, dy.T @ whole, dy.sum(0) if ctx.has_bias else None, None, None
 
 
 class _ReduceScatter(torch.autograd.Function):

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from tp.choice import enabled, warn_once
 from tp.errors import first_line
-from tp.parallel.communicator import NativeCommunicator, is_being_captured, sum_in_rank_order
+from tp.parallel.communicator import NativeCommunicator, is_being_captured, pad_rows, sum_in_rank_order
 from tp.parallel.hosts import this_host
 from tp.parallel.partition import chunk_ranges
 
@@ -82,9 +82,10 @@ class SymmetricBuffers:
         self._of_ranks = of_ranks
         self._wait = wait
         starts = [memory.data_ptr() for memory in of_ranks]
-        device = of_ranks[rank].device
+        self.device = of_ranks[rank].device
         self._addresses = [
-            torch.tensor([start + place * self.capacity for start in starts], device=device) for place in range(PLACES)
+            torch.tensor([start + place * self.capacity for start in starts], device=self.device)
+            for place in range(PLACES)
         ]
         self._last_place = {False: 1, True: 3}
         self._captured_last = False
@@ -133,6 +134,44 @@ class SymmetricMemoryCommunicator(NativeCommunicator):
         result: R = self._timed(tensor.nbytes, tensor, self._with_addends, finish)
         return result
 
+    @property
+    def overlaps(self) -> bool:
+        """Whether the two methods below can be called: the memory that ranks read of each other is that of GPUs."""
+        return self._buffers is not None and self._buffers.device.type == "cuda"
+
+    def all_gather_matmul(self, x: Tensor, matrix: Tensor, sizes: Sequence[int]) -> tuple[Tensor, Tensor]:
+        """Every rank's rows, and they times `matrix`, computed while they come; one collective, an all-gather.
+
+        Args:
+            x: [sizes[rank], K], this rank's rows; no rank has more than the first.
+            matrix: [K, M].
+        """
+        self._check_rows(x.shape[0], sizes[self.rank], "all_gather_matmul")
+        nbytes = sum(sizes) * x.shape[1] * x.element_size()
+        return self._timed(nbytes, x, self._all_gather_matmul, matrix, sizes)
+
+    def matmul_reduce_scatter(self, x: Tensor, matrix: Tensor, sizes: Sequence[int]) -> Tensor:
+        """This rank's rows of Σ_ranks x · matrix, sent while the others are computed; one collective, a reduce-scatter.
+
+        Each rank's product is rounded to its dtype, and the sum is rounded once, as where one follows the other.
+
+        Args:
+            x: [sum(sizes), K]. matrix: [K, M].
+        """
+        self._check_rows(x.shape[0], sum(sizes), "matmul_reduce_scatter")
+        nbytes = x.shape[0] * matrix.shape[1] * x.element_size()
+        return self._timed(nbytes, x, self._matmul_reduce_scatter, matrix, sizes)
+
+    def _all_gather_matmul(self, x: Tensor, matrix: Tensor, sizes: Sequence[int]) -> tuple[Tensor, Tensor]:
+        padded = pad_rows(x, sizes[0])
+        whole, (product,) = fused_all_gather_matmul(padded, [matrix], 0, self.process_group.group_name)
+        return whole[: sum(sizes)], product[: sum(sizes)]  # only the last ranks have fewer rows: padding is at the end
+
+    def _matmul_reduce_scatter(self, x: Tensor, matrix: Tensor, sizes: Sequence[int]) -> Tensor:
+        padded = pad_rows(x, sizes[0] * self.size)
+        summed = fused_matmul_reduce_scatter(padded, matrix, "sum", 0, self.process_group.group_name)
+        return summed[: sizes[self.rank]]
+
     def _with_addends(self, tensor: Tensor, finish: Callable[[Addends], R]) -> R:
         assert self._buffers is not None
         return finish(self._buffers.hand_over(tensor))
@@ -141,6 +180,22 @@ class SymmetricMemoryCommunicator(NativeCommunicator):
         if not self.takes(tensor):
             return super()._all_reduce(tensor)
         return self._with_addends(tensor, one_shot_sum if self.in_one_shot(tensor) else two_shot_sum)
+
+
+def fused_all_gather_matmul(*arguments: Any) -> tuple[Tensor, list[Tensor]]:
+    """torch's operation of this name, which begins to exist with the import."""
+    import torch.distributed._symmetric_memory
+
+    result: tuple[Tensor, list[Tensor]] = torch.ops.symm_mem.fused_all_gather_matmul(*arguments)
+    return result
+
+
+def fused_matmul_reduce_scatter(*arguments: Any) -> Tensor:
+    """torch's operation of this name, which begins to exist with the import."""
+    import torch.distributed._symmetric_memory
+
+    result: Tensor = torch.ops.symm_mem.fused_matmul_reduce_scatter(*arguments)
+    return result
 
 
 def one_shot_sum(addends: Addends) -> Tensor:
