@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -10,11 +12,18 @@ from tp.layers import Replicate, ShardTokens
 from tp.planning.activations import layer_activations
 
 TOKENS = 96
+VARIANTS = {
+    "post": {"norm_placement": "post", "norm": "layer_norm"},
+    "sandwich": {"norm_placement": "sandwich"},
+    "sandwich with layer norm": {"norm_placement": "sandwich", "norm": "layer_norm", "attention_output_bias": True},
+    "gelu": {"norm": "layer_norm", "gated_mlp": False, "activation": "gelu", "mlp_bias": True},
+    "relu": {"norm_placement": "post", "gated_mlp": False, "activation": "relu"},
+}
 
 
-def _measured(group):
+def _measured(group, config=CONFIG):
     return {
-        layout.__name__: measured_layer_bytes(CONFIG, group, layout, TOKENS, torch.float32)
+        layout.__name__: measured_layer_bytes(config, group, layout, TOKENS, torch.float32)
         for layout in (Replicate, ShardTokens)
     }
 
@@ -25,6 +34,15 @@ def test_measured_equals_derived_within_five_percent(ranks, t):
         for name, nbytes in measured.items():
             derived = layer_activations(CONFIG, TOKENS, 4, t, rank, sharded=name == "ShardTokens")
             assert nbytes == pytest.approx(derived.total, rel=0.05), name
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_other_placements_norms_and_mlps_are_counted_to_the_byte(ranks, variant):
+    """A norm's statistics are a few bytes a row: a tolerance of some percent would hide them."""
+    config = replace(CONFIG, model_type="tp_decoder", **VARIANTS[variant])
+    for rank, measured in enumerate(ranks(2).run(_measured, config)):
+        for name, nbytes in measured.items():
+            assert nbytes == layer_activations(config, TOKENS, 4, 2, rank, sharded=name == "ShardTokens").total, name
 
 
 def test_the_share_of_stream_and_norms_falls_as_one_over_t(ranks):

@@ -36,8 +36,9 @@ class Tap:
     backward, and the tap is asked again.
     """
 
-    def on_step(self, step: Step) -> None:
-        """A forward of these tokens begins."""
+    def on_step(self, step: Step) -> Tap:
+        """A forward of these tokens begins; what is returned sees it through, with what of it is computed again."""
+        return self
 
     def on_stream(self, site: Site, value: Tensor, layout: Layout) -> Tensor:
         """A complete write or state: this layout's share of [N, D]."""

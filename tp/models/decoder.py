@@ -118,9 +118,8 @@ class Decoder(nn.Module):
         """
         if cache is not None:
             cache.check_room(step)
-        if self.tap is not None:
-            self.tap.on_step(step)
-        stream = ResidualStream(self.choose_layout(self.group, step.num_tokens), tap=self.tap)
+        tap = None if self.tap is None else self.tap.on_step(step)
+        stream = ResidualStream(self.choose_layout(self.group, step.num_tokens), tap=tap)
         embedding: Partial = self.embed_tokens(step.token_ids)
         stream.write(embedding, Site(None, "embed"))
         rotary = self.rotary(step, embedding.value.dtype)

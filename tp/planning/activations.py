@@ -1,16 +1,22 @@
-"""Bytes of activations that one decoder layer keeps for the backward, on one rank.
+"""Bytes of activations: what a decoder layer keeps for the backward, and what a step without gradients holds at once.
 
-Counted as Korthikanti et al. 2022 (arXiv:2205.05198) count theirs, for this decoder: gated MLP, grouped-query
-attention whose weights are not materialised, RMSNorm, no dropout. With N tokens, s of them in this rank's share of
-the stream (N/t under sequence parallelism), Q, K, I this rank's query, KV and intermediate widths, and e bytes an
-element, a layer keeps
+Counted as Korthikanti et al. 2022 (arXiv:2205.05198) count theirs, for this decoder: grouped-query attention whose
+weights are not materialised, no dropout. With N tokens, s of them in this rank's share of the stream (N/t under
+sequence parallelism), Q, K, I this rank's query, KV and intermediate widths, and e bytes an element, a layer keeps
 
-    norms        2 · s · (D·e + 4)      what each norm read, and its float32 statistic
+    norms        s · (D·e + 4) each     what each norm read, and its float32 statistic (LayerNorm has two)
     projections  2 · s · D·e            what the q|k|v and gate|up linears read
     attention    N · (2Q + 2K) · e      q, k, v, and the kernel's output, which the output projection reads
                  + N · Q · e            where the rank's heads fall into several runs, whose outputs are joined by copy
                  + N · heads · 4        the float32 log-sum-exp of each row
     MLP          N · 3I · e             gate and up, and what the down projection reads
+                 N · 2I · e             without a gate; N · I · e with ReLU, whose output tells its gradient
+
+Without gradients nothing is kept. The most that a layer holds at once, beside the stream and its norm (2·s·D), is what
+one of its halves holds: D for the gathered input if the stream is sharded, then
+
+    attention    N · (3Q + 3K + D)      q|k|v, rotated q and k, the kernel's output, the partial sum
+    MLP          N · (3I + D)           gate and up, what the down projection reads, the partial sum
 """
 
 from __future__ import annotations
@@ -18,7 +24,16 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from tp.config import ModelConfig
-from tp.parallel.partition import chunk_ranges, feature_ranges, kv_head_ranges, query_head_ranges, uniform_runs
+from tp.models.norm_placement import PLACEMENTS
+from tp.parallel.partition import (
+    ceil_div,
+    chunk_ranges,
+    feature_ranges,
+    kv_head_ranges,
+    query_head_ranges,
+    uniform_runs,
+)
+from tp.planning.parameters import VECTORS_OF_NORM, RankModel
 
 STATISTIC_BYTES = 4
 
@@ -56,11 +71,35 @@ def layer_activations(
     intermediate = len(feature_ranges(config.intermediate_size, tp_size)[tp_rank])
     own_tokens = len(chunk_ranges(num_tokens, tp_size)[tp_rank]) if sharded else num_tokens
     width = config.hidden_size * itemsize
+    placement = PLACEMENTS[config.norm_placement]
+    norms = (len(placement.attention) + len(placement.mlp)) * (width + VECTORS_OF_NORM[config.norm] * STATISTIC_BYTES)
     runs = uniform_runs(config.num_attention_heads, config.num_kv_heads, tp_size, tp_rank)
     query_copies = 3 if len(runs) > 1 else 2
     attention_width = (query_copies * heads + 2 * kv_heads) * config.head_dim * itemsize + heads * STATISTIC_BYTES
     return LayerActivations(
-        stream=own_tokens * (4 * width + 2 * STATISTIC_BYTES),
+        stream=own_tokens * (norms + 2 * width),
         attention=num_tokens * attention_width,
-        mlp=num_tokens * 3 * intermediate * itemsize,
+        mlp=num_tokens * _kept_of_mlp(config) * intermediate * itemsize,
     )
+
+
+def _kept_of_mlp(config: ModelConfig) -> int:
+    """Tensors of the intermediate width."""
+    if config.gated_mlp:
+        return 3
+    return 1 if config.activation == "relu" else 2
+
+
+def step_activations(model: RankModel, tokens: int, num_logits: int, *, sharded: bool) -> int:
+    """The most bytes that a step without gradients holds at once, logits and the sampler's copies of them included.
+
+    Args:
+        tokens: of the step. num_logits: rows of the head.
+    """
+    width = model.config.hidden_size
+    own_tokens = ceil_div(tokens, model.tp_size) if sharded else tokens
+    attention = 3 * model.query_width + 3 * model.kv_width
+    mlp = (3 if model.config.gated_mlp else 2) * model.parameters.intermediate
+    halves = tokens * (max(attention, mlp) + width * (2 if sharded else 1))
+    logits = num_logits * model.parameters.head.rows * (model.precision.itemsize + 2 * STATISTIC_BYTES)
+    return (2 * own_tokens * width + halves) * model.precision.itemsize + logits

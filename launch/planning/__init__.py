@@ -1,0 +1,1 @@
+"""What `launch plan` shows, and how it measures a machine."""

@@ -1,0 +1,137 @@
+"""Timing this machine: collectives by size, and small models at every degree, all of them in turns."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from launch.measurement.command_line import tell
+from launch.measurement.contestants import Contestant, Field
+from launch.measurement.decoding import Case
+from launch.measurement.errors import ContestantError
+from launch.measurement.interleaving import interleave
+from launch.measurement.lineup import available_cores
+from launch.measurement.model_facts import text_of_config
+from launch.measurement.peers import own
+from launch.measurement.peers.task import Task
+from launch.measurement.read_bandwidth import ReadBandwidth
+from launch.measurement.requests import DecodeAnswer, random_request
+from launch.measurement.spread import Spread
+from launch.planning.synthetic import CASES, CONFIGS
+from launch.ranks import ROOT
+from tp.planning.calibration import Observation
+from tp.planning.fitting import fit_line
+from tp.planning.hardware import MeasuredCollective
+
+ROUNDS = 5
+"""That count; one before them warms up."""
+CHUNK = 512
+"""Prompt tokens of a step, as `GenerationOptions` has it."""
+PATIENCE_S = 600.0
+Measured = DecodeAnswer | float
+"""A contestant's answer, or the bytes a second that readers read."""
+
+
+@dataclass
+class Measurements:
+    """Everything that was measured.
+
+    Attributes:
+        observations: by degree.
+        read_gb_per_s: by degree, of plain memory reads by as many processes and threads.
+        collectives: of all degrees above 1.
+        runtime_bytes: of a rank.
+    """
+
+    observations: dict[int, list[Observation]] = field(default_factory=dict)
+    read_gb_per_s: dict[int, float] = field(default_factory=dict)
+    collectives: list[MeasuredCollective] = field(default_factory=list)
+    runtime_bytes: int = 0
+
+
+def measure_ranks(degree: int, directory: Path, measured: Measurements) -> None:
+    """Collectives, and the size of a process."""
+    path = directory / f"ranks-{degree}.json"
+    launched = ["launch", "run", "--nproc", str(degree), "-m"] if degree > 1 else []
+    start = [sys.executable, "-m", *launched, "launch.planning.rank_measurements", str(path)]
+    ended = subprocess.run(start, cwd=ROOT, env=_threads(degree), capture_output=True, text=True)
+    if ended.returncode or not path.exists():
+        last = (ended.stderr.strip().splitlines() or ["no word"])[-1]
+        raise ContestantError(f"{degree} ranks ended with status {ended.returncode}: {last}")
+    content = json.loads(path.read_text(encoding="utf-8"))
+    measured.runtime_bytes = max(measured.runtime_bytes, content["runtime_bytes"])
+    for operation, times in content["collectives"].items():
+        line = fit_line([int(nbytes) for nbytes in times], list(times.values()))
+        measured.collectives.append(MeasuredCollective(operation, degree, "measured", line))
+    tell(f"{degree} ranks: a process and its libraries take {content['runtime_bytes'] / 1e6:,.0f} MB")
+
+
+def measure_models(degrees: Sequence[int], dtype: str, measured: Measurements) -> None:
+    """Every case of every model at every degree, once a round; then the medians."""
+    with ExitStack() as stack:
+        actions: dict[str, Callable[[], Measured]] = {}
+        about: dict[str, tuple[int, str, Case]] = {}
+        for name, config in CONFIGS.items():
+            field = stack.enter_context(Field())
+            contestants = [_contestant(text_of_config(config), dtype, degree) for degree in degrees]
+            field.load(contestants, lambda text, name=name: tell(f"{name}: {text}"))
+            for degree, contestant in zip(degrees, contestants, strict=True):
+                if contestant.name in field.failures:
+                    raise ContestantError(f"{contestant.name}: {field.failures[contestant.name]}")
+                for case in CASES[name]:
+                    key = f"{name}, {contestant.name}, {case}"
+                    about[key] = (degree, name, case)
+                    actions[key] = _action(field, contestant, case, config.vocab_size)
+        readers = {degree: stack.enter_context(ReadBandwidth(degree, _cores_of(degree))) for degree in degrees}
+        actions.update({reader.name: reader.bytes_per_second for reader in readers.values()})
+        rounds = interleave(actions, rounds=ROUNDS, watch=lambda turn: tell(_turn(turn.contestant, turn.round)))
+    if rounds.failures:
+        name, reason = next(iter(rounds.failures.items()))
+        raise ContestantError(f"{name}: {reason}")
+    for degree, reader in readers.items():
+        rates = [rate for rate in rounds.results[reader.name] if not isinstance(rate, DecodeAnswer)]
+        measured.read_gb_per_s[degree] = Spread.of(rates).median / 1e9
+    for key, (degree, name, case) in about.items():
+        answers = [answer for answer in rounds.results[key] if isinstance(answer, DecodeAnswer)]
+        measured.observations.setdefault(degree, []).extend(observations(name, case, answers))
+
+
+def observations(name: str, case: Case, answers: Sequence[DecodeAnswer]) -> list[Observation]:
+    """What a case tells: of decode the step, and where the prompt is long the prefill before it too."""
+    config = CONFIGS[name]
+    prefill = Spread.of(answer.ttft_ms for answer in answers).median / 1e3
+    found = []
+    if case.phase == "prefill" or case.prompt_tokens > CHUNK:
+        found.append(Observation(config, "prefill", case.batch, case.prompt_tokens, prefill))
+    if case.phase == "decode":
+        step = Spread.of(answer.tpot_ms for answer in answers).median / 1e3
+        found.append(Observation(config, "decode", case.batch, case.prompt_tokens + case.new_tokens // 2, step))
+    return found
+
+
+def _action(field: Field, contestant: Contestant, case: Case, vocab_size: int) -> Callable[[], Measured]:
+    request = random_request(case.batch, case.prompt_tokens, case.new_tokens, vocab_size)
+    return lambda: field.decode(contestant.name, request, PATIENCE_S)
+
+
+def _contestant(model: str, dtype: str, degree: int) -> Contestant:
+    return own.contestant(Task(model, dtype, most_sequences=16, most_tokens=2048), degree, _cores_of(degree))
+
+
+def _cores_of(degree: int) -> int:
+    """Of each rank."""
+    return max(1, available_cores() // degree)
+
+
+def _threads(degree: int) -> dict[str, str]:
+    return {**os.environ, "OMP_NUM_THREADS": str(_cores_of(degree))}
+
+
+def _turn(name: str, number: int) -> str:
+    return f"{'warm-up' if number == 0 else f'round {number} of {ROUNDS}'}: {name}"

@@ -1,0 +1,67 @@
+"""Small models with random weights, whose times tell what a machine does: one wide, one deep, one hardly there."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from launch.measurement.decoding import Case
+from tp.config import ModelConfig, RopeConfig
+
+
+def _config(**sizes: Any) -> ModelConfig:
+    return ModelConfig(
+        model_type="llama", max_position_embeddings=2048, rope=RopeConfig(), tie_word_embeddings=True, **sizes
+    )
+
+
+CONFIGS: Mapping[str, ModelConfig] = {
+    "wide": _config(
+        hidden_size=1024,
+        num_layers=10,
+        num_attention_heads=16,
+        num_kv_heads=4,
+        head_dim=64,
+        intermediate_size=4096,
+        vocab_size=32768,
+    ),
+    "deep": _config(
+        hidden_size=512,
+        num_layers=36,
+        num_attention_heads=8,
+        num_kv_heads=4,
+        head_dim=64,
+        intermediate_size=1536,
+        vocab_size=98304,
+    ),
+    "thin": _config(
+        hidden_size=128,
+        num_layers=48,
+        num_attention_heads=4,
+        num_kv_heads=2,
+        head_dim=32,
+        intermediate_size=256,
+        vocab_size=1024,
+    ),
+}
+"""The wide and the deep one are read from memory; of the thin one, nothing but the fixed costs is left."""
+
+CASES: Mapping[str, tuple[Case, ...]] = {
+    "wide": (
+        Case("decode", 1, 16, 24),
+        *(Case("decode", batch, 16, 8) for batch in (2, 4, 8, 16)),
+        *(Case("prefill", 1, tokens, 1) for tokens in (16, 128, 512)),
+    ),
+    "deep": (
+        Case("decode", 1, 16, 24),
+        Case("decode", 1, 1024, 16),
+        Case("decode", 8, 16, 8),
+        *(Case("prefill", 1, tokens, 1) for tokens in (16, 128, 512)),
+    ),
+    "thin": (
+        Case("decode", 1, 16, 48),
+        Case("decode", 8, 16, 24),
+        *(Case("prefill", 1, tokens, 1) for tokens in (16, 128, 512)),
+    ),
+}
+"""What is timed of each. The long prompt before a decode is a prefill of two chunks, and is timed too."""

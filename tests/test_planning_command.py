@@ -1,0 +1,154 @@
+"""`launch plan` as a user runs it: tables, JSON, plot; and one line for what cannot be planned."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tiny_models import hub_config
+
+from launch.__main__ import main
+from tp.planning.hardware import load_profile
+
+LARGE = {
+    "model_type": "qwen2",
+    "hidden_size": 8192,
+    "intermediate_size": 29568,
+    "num_hidden_layers": 80,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 8,
+    "vocab_size": 152064,
+    "max_position_embeddings": 32768,
+    "torch_dtype": "bfloat16",
+}
+
+
+@pytest.fixture
+def large(tmp_path: Path) -> Path:
+    """A config.json alone: there are no weights to read."""
+    path = tmp_path / "large.json"
+    path.write_text(json.dumps(LARGE))
+    return path
+
+
+def planned(capfd: pytest.CaptureFixture[str], *argv: str | Path) -> dict[str, Any]:
+    assert main(["plan", *map(str, argv), "--json"]) == 0
+    content: dict[str, Any] = json.loads(capfd.readouterr().out)  # one object, and nothing else
+    return content
+
+
+def complaint(capsys: pytest.CaptureFixture[str], *argv: str | Path) -> tuple[int, str]:
+    status = main(["plan", *map(str, argv)])
+    output = capsys.readouterr()
+    assert output.out == "" and output.err.startswith("error: ") and output.err.count("\n") == 1
+    return status, output.err.removeprefix("error: ").strip()
+
+
+def test_json_has_every_rank_and_part(large: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    plan = planned(capfd, "--model", large, "--hardware", "H100", "--tp", "1,8", "--batch", "2")
+    assert (plan["hardware"], plan["dtype"], plan["batch"], plan["context"]) == ("H100", "bfloat16", 2, 4096)
+    one, eight = plan["degrees"]
+    assert not one["fits"] and one["short_bytes"] > 60e9 and one["largest_batch"] == 0
+    assert eight["fits"] and len(eight["ranks"]) == 8 and eight["nodes"] == 1
+    for rank in eight["ranks"]:
+        assert rank["total"] == sum(value for name, value in rank.items() if name != "total")
+    for step in (eight["decode"], eight["prefill"]):
+        assert step["seconds"] == pytest.approx(sum(step["parts"].values()))
+    assert eight["decode"]["tokens_per_s"] == pytest.approx(2 / eight["decode"]["seconds"])
+    assert eight["efficiency"] == pytest.approx(eight["speed_up"] / 8)
+    assert eight["collectives"]["decode"]["calls"] == 2 * 80 + 1 + 2
+    assert plan["best"] == {"latency": 8, "throughput": 8} and plan["sources"]
+
+
+def test_tables_say_what_does_not_fit_and_what_is_best(large: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "--model", str(large), "--hardware", "h100", "--tp", "1,2-4"]) == 0
+    shown = capsys.readouterr().out
+    assert "serving" in shown and "Parts of a decode step, ms" in shown and "too little" in shown
+    assert "does not fit: --tp 1 needs" in shown and "best for latency: --tp 4" in shown
+
+
+def test_a_range_leaves_out_what_cannot_be_placed(large: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    plan = planned(capfd, "--model", large, "--hardware", "h200", "--tp", "5-40", "--nodes", "2")
+    assert [degree["tp_size"] for degree in plan["degrees"]] == [5, 6, 7, 8, 10, 12, 14, 16]
+    usual = planned(capfd, "--model", large, "--hardware", "h200", "--nodes", "3")
+    assert [degree["tp_size"] for degree in usual["degrees"]] == [1, 2, 4, 8, 16]
+
+
+def test_training_has_its_own_plan(large: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    options = ("--model", large, "--hardware", "b200", "--tp", "8", "--train", "--context", "2048")
+    plan = planned(capfd, *options)["degrees"][0]
+    assert plan["activations"]["sharded"] < plan["activations"]["replicated"]
+    assert plan["step"]["parts"]["optimizer_s"] > 0
+    assert main(["plan", *map(str, options)]) == 0
+    assert "Parts of a training step" in capfd.readouterr().out
+
+
+def test_int8_weights_take_about_half(large: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    options = ("--model", large, "--hardware", "H200", "--tp", "2")
+    plain, int8 = (planned(capfd, *options, "--weights", kind)["degrees"][0] for kind in ("plain", "int8"))
+    assert int8["ranks"][0]["weights"] == pytest.approx(plain["ranks"][0]["weights"] / 2, rel=0.01)
+    assert int8["decode"]["seconds"] < plain["decode"]["seconds"]
+
+
+def test_a_plot_is_a_png_file(large: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "plan.png"
+    planned(capfd, "--model", large, "--hardware", "H100", "--tp", "1,2,4,8", "--plot", path)
+    assert path.read_bytes().startswith(b"\x89PNG")
+
+
+def test_where_nothing_fits_the_plan_is_shown_and_the_status_is_five(
+    large: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["plan", "--model", str(large), "--hardware", "rtx-4090", "--tp", "1,2"]) == 5
+    output = capsys.readouterr()
+    assert "too little" in output.out
+    assert output.err.startswith("error: nothing fits: --tp 2 needs 7") and output.err.count("\n") == 1
+
+
+def test_a_profile_from_a_file(large: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    load_profile("H100").write(tmp_path / "mine.json")
+    plan = planned(capfd, "--model", large, "--hardware", tmp_path / "mine.json", "--tp", "8")
+    assert plan["hardware"] == "H100"
+
+
+@pytest.mark.parametrize(
+    "options, status, message",
+    [
+        ([], 2, "--model is missing"),
+        (["--model", "LARGE"], 2, "--hardware is missing: a file, or one of a100-80g, a100-80g-330w, b200"),
+        (["--model", "LARGE", "--hardware", "H1"], 2, "there is no hardware profile or file H1: choose from"),
+        (
+            ["--model", "LARGE", "--hardware", "H100", "--tp", "65"],
+            3,
+            "degree 65 is outside 1..64: num_attention_heads",
+        ),
+        (
+            ["--model", "LARGE", "--hardware", "H100", "--tp", "16"],
+            2,
+            "--tp 16 cannot be dealt out evenly over 1 node of 8",
+        ),
+        (["--model", "LARGE", "--hardware", "H100", "--tp", "65-70"], 3, "degree 65 is outside 1..64"),
+        (["--model", "LARGE", "--hardware", "H100", "--tp", "8-1"], 2, "'8-1' is not a range such as 1-8"),
+        (["--model", "LARGE", "--hardware", "H100", "--tp", "x"], 2, "'x' is not an integer of at least 1"),
+        (["--model", "LARGE", "--hardware", "H100", "--context", "40000"], 5, "--context 40000 is more than the 32768"),
+        (["--model", "LARGE", "--hardware", "H100", "--out", "f"], 2, "--out goes with --calibrate"),
+        (["--model", "LARGE", "--hardware", "H100", "--activation-checkpointing"], 2, "needs --train"),
+        (["--model", "LARGE", "--hardware", "H100", "--train", "--weights", "int8"], 2, "contradict each other"),
+        (["--model", "/nowhere/config.json", "--hardware", "H100"], 4, "is neither a file or directory nor a Hub id"),
+        (["--calibrate"], 2, "--calibrate needs --out FILE"),
+        (["--calibrate", "--out", "f", "--model", "m"], 2, "it takes no --model and no --hardware"),
+    ],
+)
+def test_what_cannot_be_planned_is_one_line(
+    large: Path, capsys: pytest.CaptureFixture[str], options: list[str], status: int, message: str
+) -> None:
+    found, said = complaint(capsys, *(str(large) if option == "LARGE" else option for option in options))
+    assert message in said and found == status
+
+
+def test_a_directory_needs_no_weights(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(hub_config("qwen3")))
+    plan = planned(capfd, "--model", tmp_path, "--hardware", "l40s", "--tp", "3", "--dtype", "float32")
+    assert plan["degrees"][0]["fits"] and plan["dtype"] == "float32" and plan["context"] == 128
