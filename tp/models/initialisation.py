@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Callable
 
 import torch
 from torch import nn
@@ -13,30 +14,46 @@ from tp.parallel.partition import Part, ceil_div
 ROWS_PER_DRAW = 64
 """Rows of a Hub tensor that one generator draws: the unit in which a shard can be drawn alone."""
 
+StandardDeviation = Callable[[str, tuple[int, int]], float]
+"""Of a matrix, from its Hub name and its global shape, (output features, input features), whatever a rank holds."""
+
+
+def xavier_normal(name: str, shape: tuple[int, int]) -> float:
+    """√(2 / (fan_in + fan_out)): keeps variances through linear layers, both ways (Glorot and Bengio 2010)."""
+    return float((2 / sum(shape)) ** 0.5)
+
 
 @torch.no_grad()
-def initialise_parameters(model: nn.Module, seed: int, std: float = 0.02) -> None:
+def initialise_parameters(model: nn.Module, seed: int, std: float | StandardDeviation = 0.02) -> None:
     """Matrices from N(0, std²), norm weights 1, biases and padding 0, as transformers initialises these families.
 
     What is drawn depends on (seed, Hub name, row block) only: gathered weights are bitwise equal at every t.
+
+    Args:
+        std: of all matrices, or a rule that gives each its own, as `xavier_normal`.
     """
     for parameter in named_parts(model):
         parameter.tensor.zero_()
         for part in parameter.parts:
             if parameter.tensor.dim() == 2:
-                _draw_part(parameter, part, seed, std)
+                deviation = std if isinstance(std, (int, float)) else std(part.name, _global_shape(parameter, part))
+                _draw_part(parameter, part, seed, deviation)
             elif part.name.endswith("norm.weight"):
                 parameter.slice_of(part).fill_(1.0)
 
 
+def _global_shape(parameter: NamedParameter, part: Part) -> tuple[int, int]:
+    rows, columns = parameter.tensor.shape
+    return (part.global_length, columns) if part.dim == 0 else (rows, part.global_length)
+
+
 def _draw_part(parameter: NamedParameter, part: Part, seed: int, std: float) -> None:
     target = parameter.slice_of(part)
+    num_columns = _global_shape(parameter, part)[1]
     if part.dim == 0:
         rows, columns = range(part.global_start, part.global_start + part.length), slice(None)
-        num_columns = target.shape[1]
     else:
         rows, columns = range(target.shape[0]), slice(part.global_start, part.global_start + part.length)
-        num_columns = part.global_length
     for block in range(rows.start // ROWS_PER_DRAW, ceil_div(rows.stop, ROWS_PER_DRAW)):
         drawn = _draw_block(f"{seed}/{part.name}/{block}", num_columns) * std
         first = max(rows.start, block * ROWS_PER_DRAW)

@@ -1,0 +1,1 @@
+"""The parts of `benchmarks/norm_placement.py`."""
