@@ -112,6 +112,11 @@ def add_rendezvous_options(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--rdzv-backend", default="c10d", metavar="NAME", help="c10d (default), static, ...")
     group.add_argument("--rdzv-endpoint", default="", metavar="HOST:PORT", help="where the machines meet")
     group.add_argument("--rdzv-id", default="", metavar="ID", help="a name of the run, the same on every machine")
+    group.add_argument(
+        "--local-addr",
+        metavar="ADDRESS",
+        help="this machine's address for the others (default: the one on the way to --rdzv-endpoint)",
+    )
 
 
 def add_output_options(parser: argparse.ArgumentParser) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import time
 import traceback
@@ -18,12 +19,14 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from tp.errors import RankFailedError, TensorParallelError
+from tp.errors import LostPeerError, RankFailedError, TensorParallelError, first_line
 
 ENTRY = "tp_decoder"
 """Key of our entry in an error file."""
 _LOST_PEER_TYPES = {"DistBackendError", "DistNetworkError", "DistStoreError", "LostPeerError", "RankFailedError"}
 _LOST_PEER_MESSAGES = ("gloo/transport", "Connection closed by peer", "Connection reset by peer", "NCCL error")
+
+_PLACE_IN_SOURCE = re.compile(r"^\[\S+:\d+\] ")
 
 
 @dataclass(frozen=True)
@@ -53,6 +56,7 @@ class Failure:
     @classmethod
     def of(cls, rank: int, error: BaseException, within: Path | None = None) -> Failure:
         """The failure of a rank that raised; frames outside `within` that lead there are left out of the traceback."""
+        error = _as_lost_peer(error) or error
         typed = isinstance(error, TensorParallelError) and not isinstance(error, RankFailedError)
         kind = type(error).__name__
         trace = traceback.format_exception(type(error), error, _trimmed(error.__traceback__, within))
@@ -133,14 +137,28 @@ def all_alike(failures: Iterable[Failure], world_size: int) -> bool:
     return len(recorded) == world_size and all(f.typed and f.message == recorded[0].message for f in recorded)
 
 
+def _as_lost_peer(error: BaseException) -> LostPeerError | None:
+    """What torch raises in a collective whose peer is gone, as our error, with its traceback; None for all else."""
+    if isinstance(error, TensorParallelError) or not _speaks_of_lost_peer(error):
+        return None
+    reason = _PLACE_IN_SOURCE.sub("", first_line(error)).partition(". This is typically")[0]
+    typed = LostPeerError(f"the connection to another rank is lost, or it does not answer: {reason}")
+    typed.__cause__ = error
+    return typed.with_traceback(error.__traceback__)
+
+
 def _is_lost_peer(error: BaseException | None) -> bool:
     seen = 0
     while error is not None and seen < 20:
-        if type(error).__name__ in _LOST_PEER_TYPES or any(text in str(error) for text in _LOST_PEER_MESSAGES):
+        if _speaks_of_lost_peer(error):
             return True
         error = error.__cause__ or error.__context__
         seen += 1
     return False
+
+
+def _speaks_of_lost_peer(error: BaseException) -> bool:
+    return type(error).__name__ in _LOST_PEER_TYPES or any(text in str(error) for text in _LOST_PEER_MESSAGES)
 
 
 def _trimmed(trace: TracebackType | None, within: Path | None) -> TracebackType | None:

@@ -11,15 +11,16 @@ import tempfile
 import uuid
 from argparse import Namespace
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from launch import failures
+from launch import addresses, failures
+from launch.addresses import Endpoint
 from launch.failures import Failure
 from launch.forwarded_sigterm import ForwardedSigterm
 from launch.rank_process import LAUNCHER
-from tp.errors import CommunicationError
+from tp.errors import CommunicationError, first_line
 
 STANDARD_INPUT = "TP_DECODER_STANDARD_INPUT"
 """Environment variable: the file that holds what the launcher read from its standard input."""
@@ -36,7 +37,7 @@ class Placement:
 
     Attributes:
         ranks_here: ranks on this machine; the same number on all of them.
-        nodes, node_rank, rdzv_backend, rdzv_endpoint, rdzv_id: torchrun's options of the same names.
+        nodes, node_rank, rdzv_backend, rdzv_endpoint, rdzv_id, local_addr: torchrun's options of the same names.
     """
 
     ranks_here: int
@@ -45,6 +46,7 @@ class Placement:
     rdzv_backend: str = "c10d"
     rdzv_endpoint: str = ""
     rdzv_id: str = ""
+    local_addr: str | None = None
 
     @classmethod
     def of(cls, ranks_here: int, arguments: Namespace) -> Placement:
@@ -56,11 +58,24 @@ class Placement:
             arguments.rdzv_backend,
             arguments.rdzv_endpoint,
             arguments.rdzv_id,
+            arguments.local_addr,
         )
 
     @property
     def world_size(self) -> int:
         return self.ranks_here * self.nodes
+
+    def own_address(self) -> str:
+        """Where the ranks of other machines reach those of this one.
+
+        Raises:
+            CommunicationError, RequestError: see `launch.addresses.own_address`.
+        """
+        if self.local_addr is not None:
+            return self.local_addr
+        if self.nodes == 1:
+            return "127.0.0.1"
+        return addresses.own_address(Endpoint.of(self.rdzv_endpoint))
 
 
 def start(
@@ -82,6 +97,7 @@ def start(
         grace_s: seconds that SIGTERM leaves ranks which listen to it and end by themselves; if all do with status 0,
             so does the run. By default SIGTERM ends them, and the run with 128 + 15. A second SIGTERM always does.
     """
+    placement = replace(placement, local_addr=placement.own_address())
     with tempfile.TemporaryDirectory(prefix="tp-decoder-") as directory:
         # torch reads some of these when it is imported, so that they come first; the ranks inherit them.
         os.environ.update(_environment(placement, debug))
@@ -107,8 +123,8 @@ def threads_a_rank(ranks_here: int) -> int:
 def _environment(placement: Placement, debug: bool) -> Mapping[str, str]:
     """What ranks find in their environment; what the user has set stays."""
     settings = {"OMP_NUM_THREADS": str(threads_a_rank(placement.ranks_here))}
-    if placement.nodes == 1:
-        settings["GLOO_SOCKET_IFNAME"] = "lo0" if sys.platform == "darwin" else "lo"
+    if interface := addresses.interface_of(placement.own_address()):
+        settings["GLOO_SOCKET_IFNAME"] = interface
     if not debug:
         settings["TORCH_CPP_LOG_LEVEL"] = "ERROR"
     return {**settings, **os.environ, LAUNCHER: str(os.getpid())}
@@ -136,7 +152,8 @@ def _launch(command: Sequence[str], placement: Placement, directory: str, debug:
         return _tell(noticed, placement, Path(directory), debug)
     except RendezvousError as error:
         meeting = placement.rdzv_endpoint or "a port of this machine"
-        raise CommunicationError(f"{placement.nodes} machines could not meet at {meeting}: {error}") from error
+        reason = first_line(error.__cause__ or error)
+        raise CommunicationError(f"{placement.nodes} machines could not meet at {meeting}: {reason}") from error
     except SignalException as error:
         return 128 + int(error.sigval)
     except KeyboardInterrupt:
@@ -149,20 +166,29 @@ def _config(placement: Placement, directory: str) -> Any:
     from torch.distributed.launcher.api import LaunchConfig
 
     alone = placement.nodes == 1 and not placement.rdzv_endpoint
-    rendezvous = {} if placement.node_rank is None else {"rank": placement.node_rank}
+    settings = {} if placement.node_rank is None else {"rank": placement.node_rank}
     return LaunchConfig(
         min_nodes=placement.nodes,
         max_nodes=placement.nodes,
         nproc_per_node=placement.ranks_here,
         run_id=placement.rdzv_id or ("none" if placement.nodes > 1 else uuid.uuid4().hex),
-        rdzv_backend=placement.rdzv_backend,
+        rdzv_backend=_rendezvous(placement),
         rdzv_endpoint="127.0.0.1:0" if alone else placement.rdzv_endpoint,
-        rdzv_configs=rendezvous,
-        local_addr="127.0.0.1" if alone else None,
+        rdzv_configs=settings,
+        local_addr=placement.own_address(),
         max_restarts=0,
         monitor_interval=MONITOR_INTERVAL_S,
         logs_specs=DefaultLogsSpecs(log_dir=directory),
     )
+
+
+def _rendezvous(placement: Placement) -> str:
+    """The name of torch's rendezvous that the machines meet by."""
+    if placement.nodes == 1 or placement.rdzv_backend != "c10d":
+        return placement.rdzv_backend
+    from launch.rendezvous import registered
+
+    return registered()
 
 
 @contextlib.contextmanager

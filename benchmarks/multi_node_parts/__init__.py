@@ -1,0 +1,1 @@
+"""What `python -m benchmarks.multi_node` is made of."""
