@@ -8,7 +8,7 @@ import traceback
 from collections.abc import Sequence
 
 import tp
-from launch import convert, demo, generate, info, run, score, train
+from launch import bench, convert, demo, generate, info, inspect, plan, run, score, train
 from launch.arguments import Parser
 from launch.rank_process import as_rank, is_rank, leave, mute_unless_first
 from launch.terminal import Terminal, open_closed_streams
@@ -32,7 +32,7 @@ def build_parser() -> Parser:
     parser = Parser(prog="tp-decoder", description=DESCRIPTION, epilog=EPILOG)
     parser.add_argument("--version", action="version", version=f"tp-decoder {tp.__version__}")
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
-    for module in (generate, score, train, convert, run, info, demo):
+    for module in (generate, score, inspect, train, bench, convert, plan, run, info, demo):
         module.add_parser(commands)
     return parser
 

@@ -6,12 +6,14 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any
+from typing import Any, TypeVar
 
 from launch.measurement.child import Child, Command
 from launch.measurement.errors import ContestantError
 from launch.measurement.requests import DecodeAnswer, DecodeRequest
 from launch.measurement.warden import Warden
+
+A = TypeVar("A")
 
 LOAD_TIMEOUT_S = 600.0
 SETTLE_S = 0.05
@@ -92,12 +94,27 @@ class Field:
         Raises:
             ContestantError: no answer, or one that is not what was asked for; the contestant has been ended.
         """
+        return self.ask(name, request.line(), timeout_s, lambda fields: _checked(fields, request))
+
+    def ask(self, name: str, line: str, timeout_s: float, read: Callable[[Any], A]) -> A:
+        """Has one contestant answer any request that it knows, alone with the machine.
+
+        Args:
+            line: the request.
+            read: makes of the answer what is given back; raises KeyError, TypeError, ValueError or ContestantError
+                where it makes no sense.
+
+        Raises:
+            ContestantError: no answer, or one that makes no sense; the contestant has been ended.
+        """
+        if name not in self._children:
+            raise ContestantError(self.failures.get(name, "it was not started"))
         child = self._children[name]
         child.resume()
         try:
             time.sleep(SETTLE_S)
-            child.send(request.line())
-            answer = _checked(child.receive(timeout_s), request)
+            child.send(line)
+            answer = _read(child.receive(timeout_s), read)
         except ContestantError as error:
             self.fail(name, str(error))
             raise
@@ -119,11 +136,15 @@ class Field:
         child.stop()
 
 
-def _checked(fields: Any, request: DecodeRequest) -> DecodeAnswer:
+def _read(fields: Any, read: Callable[[Any], A]) -> A:
     try:
-        answer = DecodeAnswer.of_fields(fields)
+        return read(fields)
     except (KeyError, TypeError, ValueError) as error:
         raise ContestantError(f"its answer makes no sense: {error!r}") from error
+
+
+def _checked(fields: Any, request: DecodeRequest) -> DecodeAnswer:
+    answer = DecodeAnswer.of_fields(fields)
     lengths = [len(ids) for ids in answer.new_ids]
     if lengths != [request.new_tokens] * request.batch:
         raise ContestantError(

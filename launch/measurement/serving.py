@@ -54,16 +54,26 @@ class Line:
 
 
 def serve(line: Line, load: Callable[[], tuple[Callable[[DecodeRequest], DecodeAnswer], dict[str, Any]]]) -> None:
+    """`serve_lines` of a system that knows one kind of request."""
+
+    def load_for_lines() -> tuple[Callable[[str], Any], dict[str, Any]]:
+        decode, facts = load()
+        return lambda text: decode(DecodeRequest.of_line(text)).fields(), facts
+
+    serve_lines(line, load_for_lines)
+
+
+def serve_lines(line: Line, load: Callable[[], tuple[Callable[[str], Any], dict[str, Any]]]) -> None:
     """Loads, then answers until the input ends; what is raised is told, then raised.
 
     Args:
-        load: gives what answers a request, and the facts that `ready` tells.
+        load: gives what answers the text of a request, as JSON takes it, and the facts that `ready` tells.
     """
     try:
-        decode, facts = load()
+        answer, facts = load()
         line.ready(**facts)
         for text in line.requests():
-            line.answer(decode(DecodeRequest.of_line(text)).fields())
+            line.answer(answer(text))
     except BaseException as error:
         line.fail(error)
         raise
@@ -83,6 +93,11 @@ class TokenClock:
     def token(self, index: int) -> None:
         """Sequence `index` has a new token."""
         self._times[index].append(self._now())
+
+    @property
+    def all_have_begun(self) -> bool:
+        """Whether every sequence has its first token."""
+        return all(self._times)
 
     def tokens(self) -> None:
         """Every sequence has a new token."""

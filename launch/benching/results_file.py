@@ -1,0 +1,154 @@
+"""The rows of a sweep as lines of JSON: written as soon as they are measured, and gone on with after an interruption.
+
+The first line says what they are rows of. A line that an interruption cut off is left out.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from launch.benching.rows import Row
+from launch.benching.sweep import Case, Form
+from tp.errors import RequestError
+
+KIND = "kind"
+SETTINGS, ROW, FAILURE = "settings", "row", "failure"
+"""Values of "kind"."""
+NOT_COMPARED = ("date",)
+"""Settings that may differ between the parts of one sweep."""
+
+
+class ResultsFile:
+    """One file; each line is written by itself.
+
+    Args:
+        path: of the file.
+        settings: what all its rows are measured with; the machine among them.
+        resumes: rows that are there already are kept; else there must be no file.
+
+    Raises:
+        RequestError: the file is there and is not to be gone on with, or is of other settings, or cannot be written.
+
+    Attributes:
+        rows: those that were there.
+    """
+
+    def __init__(self, path: Path, settings: Mapping[str, Any], *, resumes: bool) -> None:
+        self.path = path
+        self._settings = dict(settings)
+        self.rows: list[Row] = []
+        if path.exists():
+            if not resumes:
+                raise RequestError(f"--json {path} is there already: --resume goes on with it, or name another file")
+            found, self.rows = read_results(path)
+            if found is not None:
+                _check_same(path, found, self._settings)
+        self._rewrite()
+
+    def leave_out(self, cases: Collection[Case]) -> None:
+        """Takes out the rows of these cases.
+
+        Raises:
+            RequestError: the file cannot be written.
+        """
+        self.rows = [row for row in self.rows if row.case not in cases]
+        self._rewrite()
+
+    def add_row(self, row: Row) -> None:
+        """Writes a row, at once.
+
+        Raises:
+            RequestError: it cannot be written.
+        """
+        self._append(_row_line(row))
+
+    def add_failure(self, contestant: str, about: str, reason: str) -> None:
+        """Writes down who failed.
+
+        Raises:
+            RequestError: it cannot be written.
+        """
+        self._append({KIND: FAILURE, "contestant": contestant, "about": about, "reason": reason})
+
+    def _append(self, record: Mapping[str, Any]) -> None:
+        try:
+            with self.path.open("a", encoding="utf-8") as out:
+                out.write(json.dumps(record) + "\n")
+        except OSError as error:
+            raise RequestError(f"--json {self.path} cannot be written: {error.strerror or error}") from error
+
+    def _rewrite(self) -> None:
+        lines = [{KIND: SETTINGS, **self._settings}, *map(_row_line, self.rows)]
+        unfinished = self.path.with_name(f".{self.path.name}.unfinished")
+        try:
+            unfinished.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
+            os.replace(unfinished, self.path)
+        except OSError as error:
+            raise RequestError(f"--json {self.path} cannot be written: {error.strerror or error}") from error
+
+
+def read_results(path: Path) -> tuple[dict[str, Any] | None, list[Row]]:
+    """The settings and the rows of a file; no settings where it has no lines.
+
+    Raises:
+        RequestError: it cannot be read, or holds something else.
+    """
+    try:
+        lines = path.read_text(encoding="utf-8", errors="replace").split("\n")
+    except OSError as error:
+        raise RequestError(f"--json {path} cannot be read: {error.strerror or error}") from error
+    records = [_record(path, number, line) for number, line in enumerate(lines[:-1], start=1)]  # the last is cut off
+    if not records:
+        return None, []
+    if records[0].get(KIND) != SETTINGS:
+        raise RequestError(f"--json {path} is not a file of bench: its first line does not say what it is of")
+    settings = {name: value for name, value in records[0].items() if name != KIND}
+    try:
+        return settings, [Row.from_json(_without_kind(record)) for record in records if record.get(KIND) == ROW]
+    except (KeyError, TypeError) as error:
+        raise RequestError(f"--json {path} has a row that makes no sense: {error!r}") from error
+
+
+def complete_cases(rows: Sequence[Row], expected: Mapping[Case, Sequence[Form]]) -> set[Case]:
+    """The cases of which every form has its row."""
+    there: dict[Case, set[Form]] = {}
+    for row in rows:
+        there.setdefault(row.case, set()).add(row.form)
+    return {case for case, forms in expected.items() if there.get(case, set()).issuperset(forms)}
+
+
+def _check_same(path: Path, found: Mapping[str, Any], asked: Mapping[str, Any]) -> None:
+    asked = json.loads(json.dumps(asked))
+    for name in [*asked, *(name for name in found if name not in asked)]:
+        if name not in NOT_COMPARED and found.get(name) != asked.get(name):
+            raise RequestError(
+                f"--resume: {path} was measured with other settings: {name} is {_short(found.get(name))} there and "
+                f"{_short(asked.get(name))} now; name another file"
+            )
+
+
+def _short(value: Any) -> str:
+    text = json.dumps(value)
+    return text if len(text) <= 120 else text[:117] + "..."
+
+
+def _record(path: Path, number: int, line: str) -> dict[str, Any]:
+    try:
+        record = json.loads(line)
+    except ValueError:
+        record = None
+    if not isinstance(record, dict):
+        raise RequestError(f"--json {path}, line {number}: it is no JSON object, so this is not a file of bench")
+    return record
+
+
+def _row_line(row: Row) -> dict[str, Any]:
+    return {KIND: ROW, **row.to_json()}
+
+
+def _without_kind(record: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in record.items() if name != KIND}
