@@ -87,6 +87,7 @@ def largest_differences(
             torch.testing.assert_close(ours.key[slot, :, :length], plains.key[slot, :, :length])
     if way != "played":
         assert collectives[0] == collectives[1]
+        assert (collectives[0][0] > 0) == (group.size > 1)
         assert (statistics.seconds > 0) == (group.size > 1)
     return differences, sorted(graphs._captured)
 

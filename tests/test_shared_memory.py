@@ -116,6 +116,22 @@ def _parity(group, slot_bytes, shapes):
     return different
 
 
+def _signs_put_off(group):
+    """torch notes conj() and the minus of its imaginary part, and computes neither until it must."""
+    shared = _shared(group, 1 << 12)
+    numbers = torch.complex(torch.full((2, 8), 2.0), torch.full((2, 8), 1.0 + group.rank)).conj()
+    assert numbers.is_conj() and numbers.imag.is_neg()
+    with torch.no_grad():
+        sums = shared.all_reduce(numbers), shared.all_reduce(numbers.imag)
+        state, _ = reduce_add_rms_norm(shared, numbers.imag, None, None, torch.ones(8), 1e-5)
+    shared.close()
+    return sums[0][0, 0].item(), sums[1][0, 0].item(), state[0, 0].item()
+
+
+def test_signs_that_torch_has_put_off_are_minded(ranks):
+    assert ranks(2).run(_signs_put_off) == [(4 - 3j, -3.0, -3.0)] * 2
+
+
 def _bare(tensor):
     return torch.view_as_real(tensor).contiguous() if tensor.is_complex() else tensor
 
@@ -195,6 +211,26 @@ def test_groups_do_not_see_each_other(ranks):
     expected = [[11.0], [11.0, 110.0], [110.0], []]
     for (totals, all_shared), last in zip(ranks(4).run(_overlapping_groups), expected, strict=True):
         assert all_shared and totals == [1111.0] * 12 + last
+
+
+def _late_peer(group):
+    """Rank 0 waits longer than one call into C++ does."""
+    shared = _shared(group)
+    time.sleep(0.4 * group.rank)
+    shared.all_reduce(torch.ones(5))
+    statistics = shared.statistics
+    counted = statistics.calls, statistics.bytes, statistics.seconds
+    statistics.reset()
+    reset = statistics.calls, statistics.bytes, statistics.seconds
+    shared.close()
+    return counted, reset
+
+
+def test_the_time_of_a_collective_is_all_of_its_waiting(ranks):
+    (waited, reset), ((calls, nbytes, seconds), _) = ranks(2).run(_late_peer)
+    assert waited[:2] == (calls, nbytes) == (1, 20)
+    assert waited[2] > 0.25 and seconds > 0
+    assert reset == (0, 0, 0.0)
 
 
 # What is left behind
@@ -316,6 +352,8 @@ MISMATCHES = {
               lambda c: c.reduce_scatter(torch.ones(3), [0, 3, 0]),
               "in reduce_scatter of 3 float32 elements, but with other shapes or sizes"),
     "source": (lambda c: c.broadcast(torch.ones(1), 1), lambda c: c.broadcast(torch.ones(1), 2), "from rank 2"),
+    "width": (lambda c: c.broadcast(torch.ones(3, dtype=torch.complex64)),
+              lambda c: c.broadcast(torch.ones(3, dtype=torch.complex128)), "but with other shapes or sizes"),
     "nothing": (lambda c: c.all_reduce(torch.ones(0)), lambda c: c.all_reduce(torch.ones(1)), "all_reduce of 0 "),
 }  # fmt: skip
 

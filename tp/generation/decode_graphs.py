@@ -112,11 +112,8 @@ class NativeTape:
 
     def __call__(self, run: Run) -> tuple[Replay, ShardedLogits]:
         tape, watch = Tape(), _Watch()
-        statistics = self._communicator.statistics
-        calls, nbytes = statistics.calls, statistics.bytes
         with watch, tape.recording():
             logits = run()
-        calls, nbytes = statistics.calls - calls, statistics.bytes - nbytes
         if watch.computing:
             raise CaptureError(f"a step calls {', '.join(sorted(watch.computing))} of torch")
 
@@ -124,7 +121,6 @@ class NativeTape:
             assert watch.tensors  # what the tape's addresses point to
             self._communicator.check_usable()
             tape.replay(self._communicator.persist)
-            statistics.add(calls, nbytes, tape.take_collective_seconds())
 
         return replay, logits
 

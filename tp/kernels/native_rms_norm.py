@@ -11,6 +11,7 @@ from torch import Tensor
 
 from tp.choice import enabled
 from tp.native.library import ADDRESS, FLOAT, INTEGER, THREADS, native_function
+from tp.native.operands import address, contiguous, weight_for
 
 NAME = "native_rms_norm"
 """For `tp.choice`."""
@@ -37,7 +38,7 @@ def native_rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor | None:
         rows, parts = x, x.shape[1]
     else:
         rows, parts = _rows(x), 1
-    weight = _weight(weight, x)
+    weight = weight_for(x, weight)
     y = x.new_empty(x.shape)
     kernel(
         rows.data_ptr(), rows.stride(0), parts, weight.data_ptr(), eps, y.data_ptr(), rows.shape[0] * parts, columns,
@@ -61,14 +62,11 @@ def native_add_rms_norm(
     kernel = _add_rms_norm(update.dtype) if update.is_cpu and update.dim() == 2 and update.shape[1] else None
     if kernel is None or weight.shape != update.shape[1:] or not _fit(update, bias, residual):
         return None
-    rows = update.contiguous()
-    bias = None if bias is None else bias.contiguous()
-    residual = None if residual is None else residual.contiguous()
-    weight = _weight(weight, update)
+    rows, bias, residual = update.contiguous(), contiguous(bias), contiguous(residual)
+    weight = weight_for(update, weight)
     state, normed = torch.empty_like(rows), torch.empty_like(rows)
     kernel(
-        rows.data_ptr(), rows.shape[1], None if bias is None else bias.data_ptr(),
-        None if residual is None else residual.data_ptr(), weight.data_ptr(), eps, state.data_ptr(),
+        rows.data_ptr(), rows.shape[1], address(bias), address(residual), weight.data_ptr(), eps, state.data_ptr(),
         normed.data_ptr(), rows.shape[0], rows.shape[1], _threads(rows.numel()),
     )  # fmt: skip
     return state, normed
@@ -84,10 +82,6 @@ def _rows(x: Tensor) -> Tensor:
     """[rows, D], each row's elements side by side."""
     rows = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
     return rows if rows.stride(1) == 1 else rows.contiguous()
-
-
-def _weight(weight: Tensor, like: Tensor) -> Tensor:
-    return weight.contiguous() if weight.dtype == like.dtype else weight.to(like.dtype).contiguous()
 
 
 def _threads(elements: int) -> int:

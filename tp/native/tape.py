@@ -20,7 +20,6 @@ class Tape:
         self._tape = _required("tp_tape_new", result=ADDRESS)()
         self._record = _required("tp_tape_record", ADDRESS)
         self._replay = _required("tp_tape_replay", ADDRESS, INTEGER, STATUS, result=INTEGER)
-        self._take_seconds = _required("tp_tape_take_collective_seconds", ADDRESS, result=ctypes.c_double)
         self._length = 0
         weakref.finalize(self, _required("tp_tape_delete", ADDRESS), self._tape)
 
@@ -48,11 +47,6 @@ class Tape:
             position = self._replay(self._tape, position, ctypes.byref(status))
             if status.value:
                 persist(status.value)
-
-    def take_collective_seconds(self) -> float:
-        """Seconds that replays have spent inside collectives since this was asked last."""
-        seconds: float = self._take_seconds(self._tape)
-        return seconds
 
 
 def _required(name: str, *argument_types: Any, result: Any = None) -> Callable[..., Any]:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import torch
@@ -18,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tp.errors import CommunicationError
+from tp.parallel.native_collectives import Counts
 from tp.parallel.partition import chunk_ranges
 
 R = TypeVar("R")
@@ -28,7 +28,6 @@ MOST_CUDA_EVENTS = 4096
 """Pairs of events that wait to be summed up; the older half of so many has long ended."""
 
 
-@dataclass
 class CommunicationStatistics:
     """What a communicator has done since the last `reset`.
 
@@ -40,23 +39,33 @@ class CommunicationStatistics:
             between events around the collective on its stream. Asking for it waits for the collectives begun so far.
 
     A collective that a CUDA graph captures is counted there once, and not timed; replays are not seen.
+
+    Args:
+        counts: where C++ code counts, which then does what `add` does elsewhere.
     """
 
-    calls: int = 0
-    bytes: int = 0
-    _seconds: float = 0.0
-    _cuda_events: list[tuple[torch.cuda.Event, torch.cuda.Event]] = field(default_factory=list)
+    def __init__(self, counts: Counts | None = None) -> None:
+        self._counts = counts or Counts()
+        self._cuda_events: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
+
+    @property
+    def calls(self) -> int:
+        return self._counts.calls
+
+    @property
+    def bytes(self) -> int:
+        return self._counts.bytes
 
     @property
     def seconds(self) -> float:
         self._sum_up(len(self._cuda_events))
-        return self._seconds
+        return self._counts.seconds
 
-    def add(self, calls: int, nbytes: int, seconds: float) -> None:
-        """Counts collectives that have been timed elsewhere."""
-        self.calls += calls
-        self.bytes += nbytes
-        self._seconds += seconds
+    def add(self, nbytes: int, seconds: float) -> None:
+        """Counts a collective."""
+        self._counts.calls += 1
+        self._counts.bytes += nbytes
+        self._counts.seconds += seconds
 
     def add_cuda_events(self, start: torch.cuda.Event, end: torch.cuda.Event) -> None:
         """Adds the time between two events, once they have happened."""
@@ -65,14 +74,14 @@ class CommunicationStatistics:
             self._sum_up(MOST_CUDA_EVENTS // 2)
 
     def reset(self) -> None:
-        self.calls = self.bytes = 0
-        self._seconds = 0.0
+        self._counts.calls = self._counts.bytes = 0
+        self._counts.seconds = 0.0
         self._cuda_events.clear()
 
     def _sum_up(self, count: int) -> None:
         for start, end in self._cuda_events[:count]:
             end.synchronize()
-            self._seconds += start.elapsed_time(end) / 1e3
+            self._counts.seconds += start.elapsed_time(end) / 1e3
         del self._cuda_events[:count]
 
 
@@ -148,20 +157,22 @@ class Communicator(ABC):
 
     def _timed(self, nbytes: int, tensor: Tensor, collective: Callable[..., R], *arguments: Any) -> R:
         """`collective(tensor, *arguments)`, counted."""
-        if is_being_captured(tensor):
-            self.statistics.add(1, nbytes, 0.0)
-            return collective(tensor, *arguments)
         if tensor.is_cuda:
-            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            start.record()
-            result = collective(tensor, *arguments)
-            end.record()
-            self.statistics.add(1, nbytes, 0.0)
-            self.statistics.add_cuda_events(start, end)
-            return result
+            return self._timed_by_events(nbytes, tensor, collective, *arguments)
         began = time.perf_counter()
         result = collective(tensor, *arguments)
-        self.statistics.add(1, nbytes, time.perf_counter() - began)
+        self.statistics.add(nbytes, time.perf_counter() - began)
+        return result
+
+    def _timed_by_events(self, nbytes: int, tensor: Tensor, collective: Callable[..., R], *arguments: Any) -> R:
+        self.statistics.add(nbytes, 0.0)
+        if is_being_captured(tensor):
+            return collective(tensor, *arguments)
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        result = collective(tensor, *arguments)
+        end.record()
+        self.statistics.add_cuda_events(start, end)
         return result
 
 

@@ -12,21 +12,27 @@ import time
 import weakref
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from tp.errors import CommunicationError, LostPeerError
-from tp.parallel.communicator import OrderedCommunicator, ProcessGroupCommunicator, sum_in_rank_order
-from tp.parallel.native_collectives import BUSY, DTYPE_NUMBERS, MISMATCH, OTHER_DTYPE, WAITING
+from tp.native.operands import address, contiguous, weight_for
+from tp.parallel.communicator import (
+    CommunicationStatistics,
+    OrderedCommunicator,
+    ProcessGroupCommunicator,
+    sum_in_rank_order,
+)
+from tp.parallel.native_collectives import BUSY, MISMATCH, OTHER_DTYPE, WAITING, announcement
 from tp.parallel.shared_segment import RankSeen, SharedSegment, share_memory
+
+R = TypeVar("R")
 
 SLOT_BYTES = 256 * 1024
 """What a rank hands over in one round. Larger tensors take several."""
-TWO_STEPS_FROM_BYTES = 64 * 1024
-"""Between more than two ranks, from this size on, each rank sums a part and all copy each other's (measured with
-three and four ranks on two cores: level at 64 KiB, 0.6 to 0.9 of one step's median time above)."""
 NORMED = (torch.float32, torch.bfloat16)
 """Dtypes of the collectives that end in a norm."""
 
@@ -56,10 +62,13 @@ class SharedMemoryCommunicator(ProcessGroupCommunicator):
 
     Collectives that do not match, and peers that have ended or do not come, are typed errors. After any error the
     ranks may be out of step, and the communicator refuses further use.
+
+    The sum of a dtype that the C++ code cannot add is an all_gather, and counted as one.
     """
 
     def __init__(self, process_group: dist.ProcessGroup, segment: SharedSegment, timeout_s: float) -> None:
         super().__init__(process_group)
+        self.statistics = CommunicationStatistics(segment.counts)
         self.timeout_s = timeout_s
         self._segment = segment
         self._endpoint = segment.endpoint
@@ -76,53 +85,47 @@ class SharedMemoryCommunicator(ProcessGroupCommunicator):
         self._refuse("the group belongs to the process that this one was forked from")
         self._segment.forget()
 
+    def _timed(self, nbytes: int, tensor: Tensor, collective: Callable[..., R], *arguments: Any) -> R:
+        """`collective(tensor, *arguments)`; the C++ library counts and times it."""
+        return collective(tensor, *arguments)
+
     def _all_reduce(self, tensor: Tensor) -> Tensor:
-        own = _dense(tensor)
-        number = DTYPE_NUMBERS.get(own.dtype)
-        if number is None:
+        own = self._own(tensor)
+        shape = own.shape
+        announced = announcement("all_reduce", own.dtype, shape, shape)
+        if announced.dtype == OTHER_DTYPE:
             addends = self._all_gather(own.unsqueeze(0), [1] * self.size)
             return sum_in_rank_order(addends.unbind(0))
         to = torch.empty_like(own)
-        self._complete(
-            self._native.all_reduce,
-            own.data_ptr(), to.data_ptr(), own.numel(), number, hash(own.shape), TWO_STEPS_FROM_BYTES,
-        )  # fmt: skip
+        self._complete(self._native.all_reduce(self._endpoint, announced, own.data_ptr(), to.data_ptr()))
         return to
 
     def _reduce_scatter(self, tensor: Tensor, sizes: Sequence[int]) -> Tensor:
-        own = _dense(tensor)
-        number = DTYPE_NUMBERS.get(own.dtype)
-        if number is None:
+        own = self._own(tensor)
+        announced = announcement("reduce_scatter", own.dtype, own.shape, (own.shape, *sizes))
+        if announced.dtype == OTHER_DTYPE:
             parts: Sequence[Tensor] = self._all_reduce(own).split(list(sizes))
             return parts[self.rank].clone()
         to = own.new_empty((sizes[self.rank], *own.shape[1:]))
         lengths = _multiples(tuple(sizes), own.shape[1:].numel())
-        self._complete(
-            self._native.reduce_scatter,
-            own.data_ptr(), to.data_ptr(), lengths, own.numel(), number, _digest(sizes, own),
-        )  # fmt: skip
+        self._complete(self._native.reduce_scatter(self._endpoint, announced, own.data_ptr(), to.data_ptr(), lengths))
         return to
 
     def _all_gather(self, tensor: Tensor, sizes: Sequence[int]) -> Tensor:
-        own = _dense(tensor)
+        own = self._own(tensor)
         to = own.new_empty((sum(sizes), *own.shape[1:]))
+        announced = announcement("all_gather", own.dtype, to.shape, (to.shape, *sizes))
         lengths = _multiples(tuple(sizes), own.shape[1:].numel() * own.element_size())
-        number = DTYPE_NUMBERS.get(own.dtype, OTHER_DTYPE)
-        self._complete(
-            self._native.all_gather,
-            own.data_ptr(), to.data_ptr(), lengths, to.numel(), number, _digest(sizes, own),
-        )  # fmt: skip
+        self._complete(self._native.all_gather(self._endpoint, announced, own.data_ptr(), to.data_ptr(), lengths))
         return to
 
     def _broadcast(self, tensor: Tensor, source: int) -> Tensor:
         if not 0 <= source < self.size:
             raise CommunicationError(f"broadcast from rank {source}: the group has ranks 0 to {self.size - 1}")
-        own = _dense(tensor)
+        own = self._own(tensor)
         to = torch.empty_like(own)
-        number = DTYPE_NUMBERS.get(own.dtype, OTHER_DTYPE)
-        self._complete(
-            self._native.broadcast, own.data_ptr(), to.data_ptr(), own.nbytes, own.numel(), number, source
-        )  # fmt: skip
+        announced = announcement("broadcast", own.dtype, own.shape, source)
+        self._complete(self._native.broadcast(self._endpoint, announced, own.data_ptr(), to.data_ptr()))
         return to
 
     def supports_add_rms_norm(
@@ -176,14 +179,14 @@ class SharedMemoryCommunicator(ProcessGroupCommunicator):
     def _reduce_add_rms_norm(
         self, partial: Tensor, bias: Tensor | None, residual: Tensor | None, weight: Tensor, eps: float
     ) -> tuple[Tensor, Tensor]:
-        own, bias, base = partial.contiguous(), _given(bias), _given(residual)
-        weight = _weight(weight, own)
+        own, bias, base = self._own(partial), contiguous(bias), contiguous(residual)
+        weight = weight_for(own, weight)
         state, normed = torch.empty_like(own), torch.empty_like(own)
-        self._complete(
-            self._native.reduce_add_rms_norm,
-            own.data_ptr(), _address(bias), _address(base), weight.data_ptr(), eps, state.data_ptr(),
-            normed.data_ptr(), own.shape[0], own.shape[1], DTYPE_NUMBERS[own.dtype],
-        )  # fmt: skip
+        announced = announcement("reduce_add_rms_norm", own.dtype, own.shape, own.shape[1])
+        self._complete(self._native.reduce_add_rms_norm(
+            self._endpoint, announced, own.data_ptr(), address(bias), address(base), weight.data_ptr(), eps,
+            state.data_ptr(), normed.data_ptr(),
+        ))  # fmt: skip
         return state, normed
 
     def _reduce_scatter_add_rms_norm(
@@ -195,28 +198,39 @@ class SharedMemoryCommunicator(ProcessGroupCommunicator):
         eps: float,
         sizes: Sequence[int],
     ) -> tuple[Tensor, Tensor]:
-        own, bias, base = partial.contiguous(), _given(bias), _given(residual)
-        weight = _weight(weight, own)
+        own, bias, base = self._own(partial), contiguous(bias), contiguous(residual)
+        weight = weight_for(own, weight)
         state = own.new_empty((sizes[self.rank], own.shape[1]))
         normed = torch.empty_like(state)
-        self._complete(
-            self._native.reduce_scatter_add_rms_norm,
-            own.data_ptr(), _address(bias), _address(base), weight.data_ptr(), eps, state.data_ptr(),
-            normed.data_ptr(), _multiples(tuple(sizes), 1), own.numel(), own.shape[1], DTYPE_NUMBERS[own.dtype],
-            _digest(sizes, own),
-        )  # fmt: skip
+        announced = announcement("reduce_scatter_add_rms_norm", own.dtype, own.shape, (own.shape, *sizes))
+        self._complete(self._native.reduce_scatter_add_rms_norm(
+            self._endpoint, announced, own.data_ptr(), address(bias), address(base), weight.data_ptr(), eps,
+            state.data_ptr(), normed.data_ptr(), _multiples(tuple(sizes), 1), own.shape[1],
+        ))  # fmt: skip
         return state, normed
 
-    def _complete(self, collective: Callable[..., int], *arguments: object) -> None:
-        """Runs a collective to its end; its tensors must live until then."""
-        self.check_usable()
-        status = collective(self._endpoint, *arguments)
+    def _complete(self, status: int) -> None:
+        """Sees a collective that was begun to its end; its tensors must live until then."""
         if status:
             self.persist(status)
 
     def check_usable(self) -> None:
         if self._refusal:
             raise CommunicationError(self._refusal)
+
+    def _own(self, tensor: Tensor) -> Tensor:
+        """This rank's operand, its elements in memory one after the other.
+
+        Raises:
+            CommunicationError: refused, or a tensor elsewhere.
+        """
+        if self._refusal:
+            raise CommunicationError(self._refusal)
+        if not tensor.is_cpu:
+            raise CommunicationError(f"a collective of CPU ranks was given a tensor on {tensor.device}")
+        if tensor.is_complex() or tensor.is_neg():  # torch may have put off a change of sign
+            tensor = tensor.resolve_conj().resolve_neg()
+        return tensor.contiguous()
 
     def persist(self, status: int) -> None:
         """Goes on with a collective whose peers are late. In between, Python runs the handlers of signals."""
@@ -231,7 +245,7 @@ class SharedMemoryCommunicator(ProcessGroupCommunicator):
                 if self._segment.round != last_round:
                     last_round, since = self._segment.round, time.monotonic()
                 self._look_for_lost_peers(time.monotonic() - since)
-                status = self._native.resume(self._endpoint)
+                status = self._native.resume(self._segment.endpoint)
             if status == MISMATCH:
                 raise CommunicationError(_mismatch(list(self._segment.everyone())))
         except BaseException as error:
@@ -270,35 +284,9 @@ def _forget_all() -> None:
 os.register_at_fork(after_in_child=_forget_all)
 
 
-def _dense(tensor: Tensor) -> Tensor:
-    """The tensor's elements in memory, one after the other."""
-    if not tensor.is_cpu:
-        raise CommunicationError(f"a collective of CPU ranks was given a tensor on {tensor.device}")
-    if tensor.is_complex() or tensor.is_neg():  # torch may have put off a change of sign
-        tensor = tensor.resolve_conj().resolve_neg()
-    return tensor.contiguous()
-
-
-def _given(tensor: Tensor | None) -> Tensor | None:
-    return None if tensor is None else tensor.contiguous()
-
-
-def _weight(weight: Tensor, like: Tensor) -> Tensor:
-    return weight.contiguous() if weight.dtype == like.dtype else weight.to(like.dtype).contiguous()
-
-
-def _address(tensor: Tensor | None) -> int | None:
-    return None if tensor is None else tensor.data_ptr()
-
-
 @functools.cache  # kept: a captured step goes on using their addresses
 def _multiples(sizes: tuple[int, ...], unit: int) -> ctypes.Array[ctypes.c_int64]:
     return (ctypes.c_int64 * len(sizes))(*(size * unit for size in sizes))
-
-
-def _digest(sizes: Sequence[int], tensor: Tensor) -> int:
-    """What must be equal on all ranks besides the dtype and the number of elements."""
-    return hash((*sizes, -1, *tensor.shape[1:]))
 
 
 def _mismatch(seen: list[RankSeen]) -> str:

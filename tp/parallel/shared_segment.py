@@ -19,10 +19,10 @@ from tp.choice import enabled, warn_once
 from tp.parallel.hosts import own_cores, this_host
 from tp.parallel.native_collectives import (
     CLOSED,
-    DTYPE_NUMBERS,
     OPEN,
-    OPERATIONS,
     SEEN,
+    Announcement,
+    Counts,
     NativeCollectives,
     native_collectives,
 )
@@ -39,22 +39,6 @@ SHARED_CORE_SPIN_NS = 5_000
 
 Gather = Callable[[Any], list[Any]]
 """Exchanges a picklable value with all ranks of the group."""
-
-
-@dataclass(frozen=True)
-class Announced:
-    """A collective as a rank announces it to the others; what must be equal on all of them."""
-
-    operation: int
-    dtype: int
-    elements: int
-    detail: int
-
-    def __str__(self) -> str:
-        names = {number: str(dtype).removeprefix("torch.") + " " for dtype, number in DTYPE_NUMBERS.items()}
-        operation = OPERATIONS[self.operation]
-        source = f" from rank {self.detail}" if operation == "broadcast" else ""
-        return f"{operation} of {self.elements} {names.get(self.dtype, '')}elements{source}"
 
 
 @dataclass(frozen=True)
@@ -75,7 +59,7 @@ class RankSeen:
     is_open: bool
     closed: bool
     process: int
-    announced: Announced
+    announced: Announcement
 
     def __str__(self) -> str:
         return f"rank {self.rank} (process {self.process})"
@@ -87,10 +71,14 @@ class SharedSegment:
     Attributes:
         native: the C functions.
         endpoint: what they take; None once it is closed.
+        counts: of the collectives of this end.
     """
 
-    def __init__(self, native: NativeCollectives, endpoint: int, rank: int, size: int, slot_bytes: int) -> None:
+    def __init__(
+        self, native: NativeCollectives, endpoint: int, counts: Counts, rank: int, size: int, slot_bytes: int
+    ) -> None:
         self.native = native
+        self.counts = counts
         self.endpoint: int | None = endpoint
         self.rank = rank
         self.size = size
@@ -104,12 +92,10 @@ class SharedSegment:
         return self.native.round(self.endpoint)
 
     def look(self, rank: int) -> RankSeen:
-        seen = SEEN()
-        self.native.look(self.endpoint, rank, seen)
-        alive, published, presence, process, *announced = seen
-        return RankSeen(
-            rank, bool(alive), published, presence == OPEN, presence == CLOSED, process, Announced(*announced)
-        )
+        seen, announced = SEEN(), Announcement()
+        self.native.look(self.endpoint, rank, seen, announced)
+        alive, published, presence, process = seen
+        return RankSeen(rank, bool(alive), published, presence == OPEN, presence == CLOSED, process, announced)
 
     def everyone(self) -> Iterator[RankSeen]:
         return map(self.look, range(self.size))
@@ -242,14 +228,14 @@ def _attached(
             undo.callback(os.close, file)
         if os.pread(file, len(place.token), 0) != place.token:
             return None, f"rank {rank} sees another process {place.process} than rank 0"
-        error = ctypes.c_int()
-        endpoint = native.attach(file, rank, len(offers), slot_bytes, _spin_ns(offers), ctypes.byref(error))
+        counts, error = Counts(), ctypes.c_int()
+        endpoint = native.attach(file, rank, len(offers), slot_bytes, _spin_ns(offers), counts, ctypes.byref(error))
         if endpoint is None:
             raise OSError(error.value, os.strerror(error.value))
     except OSError as problem:
         return None, f"rank {rank} cannot open the memory of rank 0: {problem.strerror or problem}"
     undo.pop_all()  # the endpoint owns the file
-    segment = SharedSegment(native, endpoint, rank, len(offers), slot_bytes)
+    segment = SharedSegment(native, endpoint, counts, rank, len(offers), slot_bytes)
     undo.callback(segment.close)
     return segment, None
 

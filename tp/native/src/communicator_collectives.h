@@ -91,7 +91,8 @@ class WholeReduce final : public Collective {
   const Consumer consume_;
 };
 
-// Each rank consumes its own range of the addends. In a round, a slot holds a piece of every other rank's range.
+// Each rank consumes its own range of the addends. In a round, a slot holds a piece of every other rank's range, the
+// next rank's first: so a pair's pieces lie at one place, see Segment::slot.
 template <typename Consumer>
 class ScatteredReduce final : public Collective {
   using T = typename Consumer::Element;
@@ -108,7 +109,7 @@ class ScatteredReduce final : public Collective {
     for (int rank = 0; rank < place_.size; ++rank) {
       const Piece piece(round, step_, sizes_[rank]);
       if (rank != place_.rank)
-        std::memcpy(place_in(slot, rank), range + piece.start * consume_.unit(),
+        std::memcpy(piece_of(slot, place_.rank, rank), range + piece.start * consume_.unit(),
                     piece.length * consume_.unit() * sizeof(T));
       else
         own_piece_ = range + piece.start * consume_.unit();
@@ -120,19 +121,22 @@ class ScatteredReduce final : public Collective {
     const Piece piece(round, step_, sizes_[place_.rank]);
     const T* addends[kMostRanks];
     for (int rank = 0; rank < place_.size; ++rank)
-      addends[rank] = reinterpret_cast<const T*>(place_in(slots[rank], place_.rank));
-    addends[place_.rank] = own_piece_;
+      addends[rank] = rank == place_.rank
+                          ? own_piece_
+                          : reinterpret_cast<const T*>(piece_of(slots[rank], rank, place_.rank));
     consume_(addends, place_.size, piece.start, piece.length);
   }
 
  private:
   static int64_t step(Place place, const Consumer& consume) {
-    return place.slot_bytes / place.size / (consume.unit() * static_cast<int64_t>(sizeof(T)));
+    return place.slot_bytes / (place.size - 1) / (consume.unit() * static_cast<int64_t>(sizeof(T)));
   }
 
+  // What `from` has for `to`, another rank, in the slot of `from`.
   template <typename Byte>
-  Byte* place_in(Byte* slot, int rank) const {
-    return slot + rank * step_ * consume_.unit() * static_cast<int64_t>(sizeof(T));
+  Byte* piece_of(Byte* slot, int from, int to) const {
+    const int place = (to - from - 1 + place_.size) % place_.size;
+    return slot + place * step_ * consume_.unit() * static_cast<int64_t>(sizeof(T));
   }
 
   const Place place_;
@@ -226,20 +230,20 @@ class AllGather final : public Collective {
   char* const to_;
 };
 
-// One rank's bytes, on every rank.
+// One rank's bytes, on every rank; the announcement's detail is that rank.
 class Broadcast final : public Collective {
  public:
-  Broadcast(Announcement announcement, Place place, const char* own, int source, int64_t bytes, char* to)
-      : Collective(announcement, rounds_for(bytes, place.slot_bytes)),
-        place_(place), own_(own), source_(source), bytes_(bytes), to_(to) {}
+  Broadcast(Announcement announcement, Place place, const char* own, char* to)
+      : Collective(announcement, rounds_for(announcement.bytes(), place.slot_bytes)),
+        place_(place), own_(own), source_(static_cast<int>(announcement.detail)), to_(to) {}
 
   void write(int64_t round, char* slot) override {
-    const Piece piece(round, place_.slot_bytes, bytes_);
+    const Piece piece(round, place_.slot_bytes, announcement.bytes());
     if (place_.rank == source_) std::memcpy(slot, own_ + piece.start, piece.length);
   }
 
   void read(int64_t round, const char* const* slots) override {
-    const Piece piece(round, place_.slot_bytes, bytes_);
+    const Piece piece(round, place_.slot_bytes, announcement.bytes());
     const char* from = place_.rank == source_ ? own_ + piece.start : slots[source_];
     std::memcpy(to_ + piece.start, from, piece.length);
   }
@@ -248,7 +252,6 @@ class Broadcast final : public Collective {
   const Place place_;
   const char* const own_;
   const int source_;
-  const int64_t bytes_;
   char* const to_;
 };
 

@@ -51,13 +51,14 @@ struct flock rank_lock(int rank, short type) {
 
 }  // namespace
 
-Endpoint::Endpoint(Segment segment, int file, int rank, int64_t spin_ns)
-    : segment_(segment), file_(file), rank_(rank), spin_ns_(spin_ns) {
+Endpoint::Endpoint(Segment segment, int file, int rank, int64_t spin_ns, Counts* counts)
+    : segment_(segment), file_(file), rank_(rank), spin_ns_(spin_ns), counts_(counts) {
   segment_.mailbox(rank).process.store(getpid(), std::memory_order_release);
 }
 
 Status Endpoint::begin(std::unique_ptr<Collective> collective) {
   if (in_use_.exchange(true, std::memory_order_acquire)) return kBusy;
+  began_ns_ = now_ns();
   collective_ = std::move(collective);
   step_ = 0;
   return resume();
@@ -73,6 +74,9 @@ Status Endpoint::resume() {
     collective_->read(step_, slots);
     waits_ = false;
   }
+  counts_->calls += 1;
+  counts_->bytes += collective_->announcement.bytes();
+  counts_->seconds += 1e-9 * static_cast<double>(now_ns() - began_ns_);
   collective_.reset();
   in_use_.store(false, std::memory_order_release);
   return kDone;
@@ -103,7 +107,7 @@ bool Endpoint::everyone_published() {
   constexpr int kSpinsBetweenLooksAtTheClock = 32;
   int64_t called_ns = 0;
   for (int rank = 0; rank < segment_.size(); ++rank) {
-    for (int spins = 0; !published(rank); ++spins) {
+    for (int spins = 1; !published(rank); ++spins) {
       relax();
       if (spins % kSpinsBetweenLooksAtTheClock) continue;
       const int64_t now = now_ns();
@@ -135,7 +139,8 @@ extern "C" {
 int64_t tp_communicator_segment_bytes(int size, int64_t slot_bytes) { return tp::Segment::bytes(size, slot_bytes); }
 
 // An endpoint over the open `file`, which it owns from now on; null, with errno in *error, where there can be none.
-tp::Endpoint* tp_communicator_attach(int file, int rank, int size, int64_t slot_bytes, int64_t spin_ns, int* error) {
+tp::Endpoint* tp_communicator_attach(int file, int rank, int size, int64_t slot_bytes, int64_t spin_ns,
+                                     tp::Counts* counts, int* error) {
   struct flock lock = tp::rank_lock(rank, F_WRLCK);
   if (fcntl(file, F_SETLK, &lock) != 0) {
     *error = errno;
@@ -146,7 +151,7 @@ tp::Endpoint* tp_communicator_attach(int file, int rank, int size, int64_t slot_
     *error = errno;
     return nullptr;
   }
-  return new tp::Endpoint(tp::Segment(static_cast<char*>(base), size, slot_bytes), file, rank, spin_ns);
+  return new tp::Endpoint(tp::Segment(static_cast<char*>(base), size, slot_bytes), file, rank, spin_ns, counts);
 }
 
 void tp_communicator_detach(tp::Endpoint* endpoint) {
@@ -163,22 +168,18 @@ void tp_communicator_give_up(tp::Endpoint* endpoint) { endpoint->leave(tp::kGave
 
 int64_t tp_communicator_round(const tp::Endpoint* endpoint) { return endpoint->round(); }
 
-// A rank as the others see it: the last round it published, its presence, its process, whether that is still there,
-// and what it announced for this rank's round.
-void tp_communicator_look(const tp::Endpoint* endpoint, int rank, int64_t* seen) {
+// A rank as the others see it: whether its process is still there, the last round it published, its presence, its
+// process; and what it announced for this rank's round.
+void tp_communicator_look(const tp::Endpoint* endpoint, int rank, int64_t* seen, tp::Announcement* announced) {
   struct flock lock = tp::rank_lock(rank, F_WRLCK);
   const bool known = fcntl(endpoint->file(), F_GETLK, &lock) == 0;
   const tp::Mailbox& mailbox = endpoint->segment().mailbox(rank);
-  const tp::Announcement& announced = mailbox.announcements[endpoint->round() % 2];
   seen[0] = !known || lock.l_type != F_UNLCK || rank == endpoint->rank();
   // Read after the lock was looked at: what a process did before it ended is seen.
   seen[1] = static_cast<int64_t>(mailbox.published.load(std::memory_order_acquire));
   seen[2] = mailbox.presence.load(std::memory_order_acquire);
   seen[3] = mailbox.process.load(std::memory_order_acquire);
-  seen[4] = announced.operation;
-  seen[5] = announced.dtype;
-  seen[6] = announced.elements;
-  seen[7] = announced.detail;
+  *announced = mailbox.announcements[endpoint->round() % 2];
 }
 
 }  // extern "C"

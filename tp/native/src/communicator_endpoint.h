@@ -24,9 +24,16 @@ class Collective {
 
 enum Status : int { kDone = 0, kWaiting = 1, kMismatch = 2, kBusy = 3 };
 
+// What an endpoint has done; see tp.parallel.communicator, where it is read, and set to zero.
+struct Counts {
+  int64_t calls, bytes;
+  double seconds;
+};
+
 class Endpoint {
  public:
-  Endpoint(Segment segment, int file, int rank, int64_t spin_ns);
+  // counts: kept by the caller for as long as the endpoint is used.
+  Endpoint(Segment segment, int file, int rank, int64_t spin_ns, Counts* counts);
 
   // Starts a collective. kWaiting: peers are late, call `resume`, as often as it says so again.
   // kBusy: another one has not ended. kMismatch: the ranks are in different collectives.
@@ -51,8 +58,10 @@ class Endpoint {
   const int file_;
   const int rank_;
   const int64_t spin_ns_;
+  Counts* const counts_;
   std::atomic<bool> in_use_{false};
   std::unique_ptr<Collective> collective_;
+  int64_t began_ns_ = 0;
   int64_t step_ = 0;     // of the collective's rounds
   uint64_t round_ = 0;   // since the segment was made; what this rank has published
   bool waits_ = false;   // this step is published, and not everyone has

@@ -17,16 +17,18 @@
 
 namespace tp {
 
-// What a rank is about to do; the same on all ranks, or they are out of step.
+// What a rank is about to do; the same on all ranks, or they are out of step. See tp.parallel.native_collectives.
 struct Announcement {
-  uint32_t operation;
-  uint32_t dtype;
+  uint16_t operation, dtype;
+  uint32_t element_bytes;
   int64_t elements;
-  int64_t detail;  // a digest of the shape, of every rank's rows, or the source: what else must be the same
+  int64_t detail;  // a digest of shapes and sizes, the source, or the columns: what else must be the same
+
+  int64_t bytes() const { return elements * element_bytes; }
 
   bool operator==(const Announcement& other) const {
-    return operation == other.operation && dtype == other.dtype && elements == other.elements &&
-           detail == other.detail;
+    return operation == other.operation && dtype == other.dtype && element_bytes == other.element_bytes &&
+           elements == other.elements && detail == other.detail;
   }
 };
 
@@ -58,8 +60,11 @@ class Segment {
   int size() const { return size_; }
   int64_t slot_bytes() const { return slot_bytes_; }
   Mailbox& mailbox(int rank) const { return reinterpret_cast<Mailbox*>(base_ + kTokenBytes)[rank]; }
+  // Ranks take turns with the slots. So of two ranks, each writes next where it has read last: those cache lines are
+  // here already, and go from one core to the other once for each write instead of twice.
   char* slot(int rank, uint64_t round) const {
-    return base_ + slots_start(size_) + (2 * rank + static_cast<int64_t>(round % 2)) * slot_bytes_;
+    const int64_t place = (rank + round / 2) % size_;
+    return base_ + slots_start(size_) + (2 * place + static_cast<int64_t>(round % 2)) * slot_bytes_;
   }
 
  private:

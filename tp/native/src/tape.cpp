@@ -1,7 +1,5 @@
 #include "tape.h"
 
-#include <chrono>
-
 namespace tp {
 namespace {
 
@@ -13,18 +11,8 @@ Tape* Tape::recording() { return recorded; }
 void Tape::record(Tape* tape) { recorded = tape; }
 
 int64_t Tape::replay(int64_t next, int* status) {
-  using Clock = std::chrono::steady_clock;
   *status = 0;
-  while (next < size() && *status == 0) {
-    const Call& call = calls_[next++];
-    if (!call.collective) {
-      *status = call.work();
-      continue;
-    }
-    const Clock::time_point began = Clock::now();
-    *status = call.work();
-    collective_seconds_ += std::chrono::duration<double>(Clock::now() - began).count();
-  }
+  while (next < size() && *status == 0) *status = calls_[next++]();
   return next;
 }
 
@@ -37,6 +25,5 @@ void tp_tape_delete(tp::Tape* tape) { delete tape; }
 void tp_tape_record(tp::Tape* tape) { tp::Tape::record(tape); }
 int64_t tp_tape_size(const tp::Tape* tape) { return tape->size(); }
 int64_t tp_tape_replay(tp::Tape* tape, int64_t next, int* status) { return tape->replay(next, status); }
-double tp_tape_take_collective_seconds(tp::Tape* tape) { return tape->take_collective_seconds(); }
 
 }  // extern "C"

@@ -18,34 +18,20 @@ class Tape {
   static Tape* recording();          // of this thread; null while none is recorded
   static void record(Tape* tape);    // null: no more
 
-  void note(Work work, bool collective) { calls_.push_back({std::move(work), collective}); }
+  void note(Work work) { calls_.push_back(std::move(work)); }
   int64_t size() const { return static_cast<int64_t>(calls_.size()); }
 
   // Does the calls again, from number `next` on. Stops after one whose status is not 0, which is left in *status;
   // returns the number of the call after it.
   int64_t replay(int64_t next, int* status);
 
-  // Seconds spent inside collectives since this was asked last.
-  double take_collective_seconds() { return std::exchange(collective_seconds_, 0.0); }
-
  private:
-  struct Call {
-    Work work;
-    bool collective;
-  };
-  std::vector<Call> calls_;
-  double collective_seconds_ = 0;
+  std::vector<Work> calls_;
 };
 
 template <typename Function>
 int perform(const Function& work) {
-  if (Tape* tape = Tape::recording()) tape->note(work, false);
-  return work();
-}
-
-template <typename Function>
-int perform_collective(const Function& work) {
-  if (Tape* tape = Tape::recording()) tape->note(work, true);
+  if (Tape* tape = Tape::recording()) tape->note(work);
   return work();
 }
 
