@@ -29,12 +29,3 @@ def transformers_from_gguf(path: Path, dtype: Any) -> Any:
         path.parent, gguf_file=path.name, dtype=dtype, quantization_config=quantization
     )
     return model.eval()
-
-
-def save_as_hub_directory(model: Any, tokenizer: Any, directory: Path) -> Path:
-    """The model's weights rounded to bfloat16, as a Hub directory with tokenizer, as transformers saves it."""
-    import torch
-
-    model.to(torch.bfloat16).save_pretrained(directory)
-    tokenizer.save_pretrained(directory)
-    return directory

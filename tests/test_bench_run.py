@@ -144,6 +144,7 @@ def test_an_interruption_leaves_rows_and_no_process(config_file, engine, tmp_pat
     monkeypatch.undo()
 
 
+@pytest.mark.long
 def test_a_sweep_of_real_ranks(config_file, tmp_path, capsys):
     path, page, plots = tmp_path / "rows.jsonl", tmp_path / "page.md", tmp_path / "plots"
     files = ["--json", path, "--markdown", page, "--plots", plots]

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from real_checkpoints import fetch_smollm2, save_as_hub_directory, transformers_from_gguf
+from real_checkpoints import fetch_smollm2, transformers_from_gguf
 
 import tp
 from tp.generation import GenerationOptions
@@ -32,22 +32,35 @@ class Checkpoint:
 
 
 @pytest.fixture(scope="module")
-def smollm2(tmp_path_factory):
-    """The GGUF file, and a Hub directory made from it; transformers, slow at GGUF, reads the file once."""
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
+def smollm2_file(tmp_path_factory):
     from launch.demo_checkpoint import UnavailableError
 
     try:
-        gguf = fetch_smollm2(tmp_path_factory.mktemp("download"))
+        return fetch_smollm2(tmp_path_factory.mktemp("download"))
     except UnavailableError as error:
         pytest.skip(f"SmolLM2 cannot be fetched: {error}")
-    model = transformers_from_gguf(gguf, torch.float32)
-    tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
-    file = Checkpoint(gguf, *transformers_ids(model, tokenizer))
-    directory = save_as_hub_directory(model, tokenizer, tmp_path_factory.mktemp("hub") / "smollm2")
-    rounded = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
-    return {"gguf": file, "directory": Checkpoint(directory, *transformers_ids(rounded, tokenizer))}
+
+
+@pytest.fixture(scope="module")
+def smollm2_gguf(smollm2_file):
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(smollm2_file.parent, gguf_file=smollm2_file.name)
+    model = transformers_from_gguf(smollm2_file, torch.float32)
+    return Checkpoint(smollm2_file, *transformers_ids(model, tokenizer))
+
+
+@pytest.fixture(scope="module")
+def smollm2_directory(smollm2_file, tmp_path_factory):
+    """A Hub directory made from the file, which transformers reads too: it is slow at GGUF."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    from launch.__main__ import main
+
+    directory = tmp_path_factory.mktemp("hub") / "smollm2"
+    assert main(["convert", "--model", str(smollm2_file), "--output", str(directory)]) == 0
+    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
+    return Checkpoint(directory, *transformers_ids(model, AutoTokenizer.from_pretrained(directory)))
 
 
 @pytest.fixture(scope="module")
@@ -84,16 +97,21 @@ def assert_close(logits, expected, tolerance):
         assert (mine - theirs).abs().max() <= tolerance * theirs.abs().max()
 
 
-@pytest.mark.parametrize(
-    "form, t",
-    [*(("directory", t) for t in (1, 2, 3, 4)), ("gguf", 2)]
-    + [pytest.param("gguf", t, marks=pytest.mark.long) for t in (1, 3, 4)],
-)
-def test_smollm2(ranks, smollm2, form, t):
-    expected = smollm2[form]
-    for ids, logits in ranks(t).run(_load_and_generate, expected.path, timeout_s=240):
-        assert ids == expected.ids
-        assert_close(logits, expected.logits, 1e-4)
+@pytest.mark.parametrize("t", [2, 3, *(pytest.param(t, marks=pytest.mark.long) for t in (1, 4))])
+def test_smollm2_directory(ranks, smollm2_directory, t):
+    assert_parity(ranks(t), smollm2_directory)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("t", [1, 2, 3, 4])
+def test_smollm2_gguf(ranks, smollm2_gguf, t):
+    assert_parity(ranks(t), smollm2_gguf)
+
+
+def assert_parity(pool, checkpoint):
+    for ids, logits in pool.run(_load_and_generate, checkpoint.path, timeout_s=240):
+        assert ids == checkpoint.ids
+        assert_close(logits, checkpoint.logits, 1e-4)
 
 
 @pytest.mark.long
