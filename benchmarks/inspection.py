@@ -4,8 +4,9 @@
 
 Every round serves one request (a prompt, then new tokens) in each way of capturing, beginning with another way each
 time. Times are rank 0's: to the first token, and for one more token. "nothing" is the model as it is served; "nothing
-again" is the same once more, and what its ratio is off 1 is noise; "no points" is a capture that keeps nothing: what it
-costs to leave decode graphs and fused kernels aside. Ratios are medians over rounds, to "nothing" of the same round.
+again" is the same once more, and what its ratio is off 1 is noise; "nothing, steps not captured" is without decode
+graphs, which no forward that something looks at is replayed from; "no points" is a capture that keeps nothing. Ratios
+are medians over rounds, to "nothing" of the same round.
 
 Memory is that of the hidden states of one forward, the L + 1 states of the stream: bytes of the storages that the cache
 holds on rank 0, and by how much the resident memory of its process grew, beside (L + 1) · N · D · itemsize.
@@ -15,10 +16,12 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import ctypes
 import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -29,34 +32,50 @@ import torch
 import tp
 from launch.measurement.interleaving import interleave
 from launch.measurement.spread import Spread, paired_ratio
-from tp.generation import GenerationOptions, LanguageModel
+from tp import choice
+from tp.generation import GenerationOptions, LanguageModel, decode_graphs
 from tp.inspection import ActivationCache, capture
 from tp.layers import SequenceSlice, Step
 from tp.parallel import TensorParallelGroup
 
+Way = Callable[[LanguageModel], contextlib.AbstractContextManager[Any]]
+"""How a request is looked at: it is served inside of what this gives."""
+
+
+@contextlib.contextmanager
+def without_decode_graphs(_: LanguageModel) -> Iterator[None]:
+    choice.disable(decode_graphs.NAME)
+    try:
+        yield
+    finally:
+        choice.disable(os.environ.get(choice.DISABLE_VARIABLE, ""))
+
+
+def captured(*points: str, **options: Any) -> Way:
+    return lambda model: capture(model, points, **options)
+
+
 STREAM = ("embed", "resid_pre", "attn_out", "resid_mid", "mlp_out", "resid_post", "final_norm")
-WAYS: dict[str, dict[str, Any] | None] = {
-    "nothing": None,
-    "nothing again": None,
-    "no points": {"points": ()},
-    "states of the last token": {"points": ("resid_pre", "resid_post"), "positions": (-1,)},
-    "states": {"points": ("resid_pre", "resid_post")},
-    "writes": {"points": ("attn_out", "mlp_out")},
-    "the whole stream": {"points": STREAM},
-    "z": {"points": ("z",)},
-    "pattern": {"points": ("pattern",)},
-    "everything": {"points": (*STREAM, "z", "pattern")},
+WAYS: dict[str, Way] = {
+    "nothing": contextlib.nullcontext,
+    "nothing again": contextlib.nullcontext,
+    "nothing, steps not captured": without_decode_graphs,
+    "no points": captured(),
+    "states of the last token": captured("resid_pre", "resid_post", positions=(-1,)),
+    "states": captured("resid_pre", "resid_post"),
+    "writes": captured("attn_out", "mlp_out"),
+    "the whole stream": captured(*STREAM),
+    "z": captured("z"),
+    "pattern": captured("pattern"),
+    "everything": captured(*STREAM, "z", "pattern"),
 }
-"""How a request is captured: the arguments of `capture`."""
 
 
-def milliseconds(
-    model: LanguageModel, prompt: list[int], new_tokens: int, way: dict[str, Any] | None
-) -> tuple[float, float]:
+def milliseconds(model: LanguageModel, prompt: list[int], new_tokens: int, way: Way) -> tuple[float, float]:
     """To the first token, and for one more."""
     options = GenerationOptions(max_new_tokens=new_tokens, ignore_eos=True)
     model.group.communicator.all_gather_object(None)  # start together
-    with contextlib.nullcontext() if way is None else capture(model, **way):
+    with way(model):
         timings = model.generate([prompt], options).timings
     return 1e3 * timings.ttft_s, 1e3 * timings.tpot_s
 
@@ -103,6 +122,8 @@ def memory(model: LanguageModel, num_tokens: int) -> dict[str, Any]:
 
 
 def resident_bytes() -> int:
+    """Of this process, once what it has freed is given back."""
+    ctypes.CDLL(None).malloc_trim(0)
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
@@ -148,12 +169,12 @@ def main() -> None:
 
 
 def table(run: dict[str, Any]) -> str:
-    lines = [f"t = {run['tp_size']}                     prefill ms  ratio   decode ms  ratio"]
+    lines = [f"t = {run['tp_size']}                        prefill ms  ratio   decode ms  ratio"]
     for row in run["times"]:
         prefill, decode = (
             f"{row[f'{p}_ms']['median']:8.2f} {row[f'{p}_by_nothing']:8.3f}" for p in ("prefill", "decode")
         )
-        lines.append(f"{row['captured']:<25} {prefill}    {decode}")
+        lines.append(f"{row['captured']:<28} {prefill}    {decode}")
     for row in run["memory"]:
         lines.append(
             f"{row['tokens']:>5} tokens: formula {row['formula_bytes']:>12,} B, held {row['whole_bytes']:>12,} B, "

@@ -23,6 +23,8 @@ from tp.errors import LostPeerError
 
 NAME = "tp-decoder-c10d"
 """Of this rendezvous in torch's registry."""
+NO_HEARTBEATS_S = 10**8
+"""Between two of torch's heartbeats, which nobody asks for; a thread that is in one as the process ends aborts it."""
 PATIENCE_S = 5.0
 """How long ranks may still report an error of their own when another machine's launcher is gone."""
 
@@ -31,7 +33,7 @@ class FixedMachines(RendezvousHandler):
     """The rendezvous of machines that neither join nor leave: each meets the others once.
 
     Args:
-        inner: of torch; still tells launchers of torchrun's that this machine is there.
+        inner: torch's own.
         hosted: the store, where this process hosts it; it serves as long as it lives.
     """
 
@@ -87,7 +89,7 @@ def registered() -> str:
 
 def _create(parameters: RendezvousParameters) -> RendezvousHandler:
     hosted = _hosted_store(Endpoint.of(parameters.endpoint))
-    parameters.config["is_host"] = False
+    parameters.config.update(is_host=False, keep_alive_interval=NO_HEARTBEATS_S)
     backend, store = create_backend(parameters)
     return FixedMachines(create_handler(store, backend, parameters), hosted)
 

@@ -161,18 +161,19 @@ def batches(vocab_size):
 
 
 def _gradients(group, config, weights, layout, checkpointed):
-    """Gradients of the values and of a norm after the forwards of two batches, each in a block, and both backwards."""
+    """Gradients of the values and of a norm, after the forwards of two batches and then both backwards."""
     model = parallel_model(config, weights, group)
     model.model.choose_layout = LAYOUTS[layout]
     if checkpointed:
         checkpoint_layers(model)
     values, each = differentiable()
     losses = []
-    for batch in batches(config["vocab_size"]):
-        step = Step(torch.cat([row for row, _ in batch]), tuple(SequenceSlice(len(row)) for row, _ in batch))
-        with edit(model, *map(made, each)):
+    with edit(model, *map(made, each)):
+        for batch in batches(config["vocab_size"]):
+            step = Step(torch.cat([row for row, _ in batch]), tuple(SequenceSlice(len(row)) for row, _ in batch))
             logits = model.logits_of(model.residual_stream(step)).whole()
-        losses.append(functional.cross_entropy(logits, torch.cat([labels for _, labels in batch]), reduction="sum"))
+            labels = torch.cat([labels for _, labels in batch])
+            losses.append(functional.cross_entropy(logits, labels, reduction="sum"))
     for loss in losses:
         loss.backward()
     return [value.grad for value in [*values, model.model.layers[0].input_layernorm.weight]]

@@ -1,4 +1,4 @@
-"""A bar over the states that the lens looks at."""
+"""A bar over the positions whose lens is read."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from launch.terminal import Terminal
 
 @contextlib.contextmanager
 def lens_progress(terminal: Terminal) -> Iterator[Callable[[int, int], None]]:
-    """A bar for work that reports (states done, states of all); shown only where somebody sees it."""
+    """A bar for work that reports (positions done, positions of all); shown only where somebody sees it."""
     if not terminal.speaks or not terminal.err.isatty():
         yield lambda done, total: None
         return
@@ -19,5 +19,5 @@ def lens_progress(terminal: Terminal) -> Iterator[Callable[[int, int], None]]:
 
     columns: list[Any] = [TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()]
     with Progress(*columns, console=terminal.console, transient=True) as bar:
-        task = bar.add_task("looking at layers", total=None)
+        task = bar.add_task("reading the lens", total=None)
         yield lambda done, total: bar.update(task, completed=done, total=total)
