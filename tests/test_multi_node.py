@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 import time
+from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -17,7 +18,7 @@ import pytest
 from benchmarks.multi_node_parts.agreement import largest_difference
 from benchmarks.multi_node_parts.collective_cases import CASES, added_s, added_to_step_s, decode_collectives, slope
 from benchmarks.multi_node_parts.delay_line import DelayLine
-from benchmarks.multi_node_parts.delays import LinkTimes, growths
+from benchmarks.multi_node_parts.delays import CollectiveTimes, DecodeTimes, collective_growths, decode_growth
 from benchmarks.multi_node_parts.networks import LOOPBACK, UnavailableError, network
 from benchmarks.multi_node_parts.relay import Relay
 from benchmarks.multi_node_parts.tables import print_results
@@ -284,14 +285,21 @@ def test_a_delay_costs_a_round_trip_for_each_step():
     assert added_to_step_s(collectives, 0.003) == pytest.approx(15 * 6e-3)
 
 
-def _times(delay_s, steps):
-    """Of links that cost exactly what the planner says, and half as much again in a decode step."""
+def collective_times(delay_s):
+    """Of a link that costs exactly what the planner says."""
     spreads = {case.name: Spread.of([1e-3 + added_s(case.operation, case.nbytes, delay_s)]) for case in CASES}
-    return LinkTimes(delay_s, 0.0, spreads, Spread.of([0.01 + 1.5 * steps * delay_s]), 0.5, "Ordered", ["a", "b"])
+    return CollectiveTimes(delay_s, 0.0, spreads, "OrderedCommunicator", ["a", "a", "b", "b"])
+
+
+def decode_times(delay_s):
+    """Of a link that costs half as much again."""
+    return DecodeTimes(delay_s, 0.0, Spread.of([0.01 + 45 * delay_s]), 0.5)
 
 
 def test_growth_is_the_slope_over_the_delays():
-    found = growths([_times(delay, 30) for delay in (0.0, 0.002, 0.007)], EMBEDDED)
+    delays = (0.0, 0.002, 0.007)
+    found = [*collective_growths(list(map(collective_times, delays)))]
+    found.append(decode_growth(list(map(decode_times, delays)), EMBEDDED))
     assert [growth.measured for growth in found] == pytest.approx([2.0, 2.0, 2.0, 4.0, 45.0])
     assert [growth.predicted for growth in found] == pytest.approx([2.0, 2.0, 2.0, 4.0, 30.0])
     assert [growth.steps for growth in found] == pytest.approx([1, 1, 1, 2, 15])
@@ -307,21 +315,25 @@ def test_differences_are_relative_to_the_reference():
 
 
 def test_results_are_told(capsys):
-    from dataclasses import asdict
-
-    links = [asdict(_times(delay, 30)) for delay in (0.0, 0.002)]
-    found = [asdict(growth) for growth in growths([_times(delay, 30) for delay in (0.0, 0.002)], EMBEDDED)]
-    agreement = {"new_ids": [1, 2], "same_ids": False, "bitwise": True, "largest_difference": 2e-16}
-    end = {"what": "a rank is killed", "seconds": 1.25, "statuses": [6, 7], "told": ["error: gone", ""]}
+    delays = (0.0, 0.002)
+    collectives, decode = list(map(collective_times, delays)), list(map(decode_times, delays))
+    links = {"collectives": list(map(asdict, collectives)), "decode": list(map(asdict, decode))}
+    growths = list(map(asdict, [*collective_growths(collectives), decode_growth(decode, EMBEDDED)]))
     print_results(
         {
-            "network": "relay", "about": "two namespaces", "agreement": agreement,
-            "delays": {"links": links, "growths": found}, "loss": links, "ends": [end],
+            "network": "relay",
+            "about": "two namespaces",
+            "agreement": {"new_ids": [1, 2], "same_ids": False, "bitwise": True, "largest_difference": 2e-16},
+            "delays": {**links, "growths": growths},
+            "window": {"segments": 400, "growths": growths},
+            "loss": links,
+            "ends": [{"what": "a rank is killed", "seconds": 1.25, "statuses": [6, 7], "told": ["error: gone", ""]}],
         }
-    )  # fmt: skip
+    )
     told = capsys.readouterr().out
     for text in ("NOT those of one machine", "the same bits as", "45.00", "100.00 (100)", "is killed", "1.2", "6, 7"):
         assert text in told
+    assert told.count("15 collectives") == 2 and "400 segments" in told
 
 
 SCRIPT = """

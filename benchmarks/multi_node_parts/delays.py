@@ -26,49 +26,61 @@ MEASURING = "benchmarks.multi_node_parts.time_collectives"
 
 
 @dataclass(frozen=True)
-class LinkTimes:
-    """What was measured over one state of the link.
+class CollectiveTimes:
+    """What collectives took over one state of the link.
 
     Attributes:
-        collectives: seconds of a call on rank 0, by the name of its case.
-        decode_s: a decode step: the mean time between tokens, of several runs.
-        communication_share: of a generation's time, spent in collectives on rank 0.
+        delay_s, loss: of the link, each way.
+        seconds: of a call on rank 0, by the name of its case.
+        communicator: the class that had them.
+        hosts: the ranks' host names.
     """
 
     delay_s: float
     loss: float
-    collectives: dict[str, Spread]
-    decode_s: Spread
-    communication_share: float
+    seconds: dict[str, Spread]
     communicator: str
     hosts: list[str]
 
 
-def link_times(
-    network: Network, delay_s: float, loss: float, directory: Path, *, model: str, repeats: int, runs: int
-) -> LinkTimes:
-    """Times collectives and decode steps over a link with that delay and loss.
+@dataclass(frozen=True)
+class DecodeTimes:
+    """What decode steps took over one state of the link.
 
-    Args:
-        repeats: calls of each collective.
-        runs: generations, each by ranks of its own.
+    Attributes:
+        delay_s, loss: of the link, each way.
+        seconds: of a step: the mean between two tokens of each generation.
+        communication_share: of a generation's time, spent in collectives on rank 0; the largest of all.
     """
+
+    delay_s: float
+    loss: float
+    seconds: Spread
+    communication_share: float
+
+
+def collective_times(
+    network: Network, delay_s: float, loss: float, directory: Path, *, repeats: int
+) -> CollectiveTimes:
+    """Times `repeats` calls of each collective over a link with that delay and loss."""
     network.set(delay_s, loss)
     target = directory / "collectives.json"
-    ranks = ["--nproc", str(RANKS_A_NODE), "-m", MEASURING, str(target), str(repeats)]
-    run(network, ["run", *ranks], directory)
+    run(network, ["run", "--nproc", str(RANKS_A_NODE), "-m", MEASURING, str(target), str(repeats)], directory)
+    network.set(0.0, 0.0)
     measured = json.loads(target.read_text())
+    spreads = {name: Spread.of(seconds) for name, seconds in measured["seconds"].items()}
+    return CollectiveTimes(delay_s, loss, spreads, measured["communicator"], measured["hosts"])
+
+
+def decode_times(
+    network: Network, delay_s: float, loss: float, directory: Path, *, model: str, runs: int
+) -> DecodeTimes:
+    """Times the steps of `runs` generations, each by ranks of its own, over a link with that delay and loss."""
+    network.set(delay_s, loss)
     reports = [report_of(run(network, ["generate", *generate_options(model)], directory)) for _ in range(runs)]
     network.set(0.0, 0.0)
-    return LinkTimes(
-        delay_s,
-        loss,
-        {name: Spread.of(seconds) for name, seconds in measured["seconds"].items()},
-        Spread.of(report["timings"]["tpot_ms"] / 1e3 for report in reports),
-        max(map(_communication_share, reports)),
-        measured["communicator"],
-        measured["hosts"],
-    )
+    seconds = Spread.of(report["timings"]["tpot_ms"] / 1e3 for report in reports)
+    return DecodeTimes(delay_s, loss, seconds, max(map(_communication_share, reports)))
 
 
 @dataclass(frozen=True)
@@ -86,18 +98,23 @@ class Growth:
     measured: float
 
 
-def growths(times: Sequence[LinkTimes], model: Path) -> list[Growth]:
-    """Of every collective and of a decode step of the model, from times over links that lose nothing."""
-    config = ModelConfig.from_hf(json.loads((model / "config.json").read_text(encoding="utf-8")))
+def collective_growths(times: Sequence[CollectiveTimes]) -> list[Growth]:
+    """Of every collective, over links that lose nothing."""
     delays = [each.delay_s for each in times]
     found = []
     for case in CASES:
-        medians = [each.collectives[case.name].median for each in times]
+        medians = [each.seconds[case.name].median for each in times]
         found.append(_growth(case.name, added_s(case.operation, case.nbytes, 1.0), slope(delays, medians)))
-    steps = decode_collectives(config)
-    name = f"decode step, {sum(each.count for each in steps)} collectives"
-    measured = slope(delays, [each.decode_s.median for each in times])
-    return [*found, _growth(name, added_to_step_s(steps, 1.0), measured)]
+    return found
+
+
+def decode_growth(times: Sequence[DecodeTimes], model: Path) -> Growth:
+    """Of a decode step of the model, over links that lose nothing."""
+    config = ModelConfig.from_hf(json.loads((model / "config.json").read_text(encoding="utf-8")))
+    collectives = decode_collectives(config)
+    measured = slope([each.delay_s for each in times], [each.seconds.median for each in times])
+    name = f"decode step, {sum(each.count for each in collectives)} collectives"
+    return _growth(name, added_to_step_s(collectives, 1.0), measured)
 
 
 def _growth(name: str, predicted: float, measured: float) -> Growth:

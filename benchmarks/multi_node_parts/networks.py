@@ -23,6 +23,8 @@ KINDS = {
 }
 """What a machine may allow, best first."""
 LOOPBACK = "loopback"
+OWN_WINDOW = 10
+"""Segments that Linux's TCP sends on a connection before it has heard anything."""
 _AS_A_MACHINE = 'hostname "$0" && mount -t tmpfs none /dev/shm && "$@"; exit $?'
 
 
@@ -59,6 +61,9 @@ class Network(Protocol):
     def set(self, delay_s: float, loss: float) -> None:
         """Delays packets by `delay_s` each way, and loses a share of them; nobody is told where it loses all."""
 
+    def open_window(self, segments: int) -> None:
+        """How many segments the nodes' TCP connections send at first, and after a pause, without an answer."""
+
 
 class UnavailableError(RequestError):
     """This machine does not allow this kind of network."""
@@ -88,37 +93,54 @@ def _first_available(undo: ExitStack) -> Network:
     raise AssertionError("loopback is always there")
 
 
-class _Netem:
-    kind = "netem"
+class _Namespaces:
+    """Two nodes with networks, host names, process ids, IPC and /dev/shm of their own; subclasses join them."""
 
     def __init__(self, undo: ExitStack) -> None:
         self.nodes = _namespaces(undo)
-        self._devices = [f"tp{os.getpid()}{end}" for end in "ab"]
-        one, other = self._devices
+        self.devices = [f"tp{os.getpid()}{end}" for end in "ab"]
+
+    def attach(self) -> None:
+        """Moves the devices, which are there by now, to their nodes."""
+        for device, node in zip(self.devices, self.nodes, strict=True):
+            _ip("link", "set", device, "netns", node.name)
+            _ip("-n", node.name, "address", "add", f"{node.address}/24", "dev", device)
+            _ip("-n", node.name, "link", "set", device, "up")
+
+    def open_window(self, segments: int) -> None:
+        for device, node in zip(self.devices, self.nodes, strict=True):
+            windows = ["initcwnd", str(segments), "initrwnd", str(segments)]
+            _ip("-n", node.name, "route", "replace", "10.77.0.0/24", "dev", device, *windows)
+
+
+class _Netem(_Namespaces):
+    kind = "netem"
+
+    def __init__(self, undo: ExitStack) -> None:
+        super().__init__(undo)
+        one, other = self.devices
         _ip("link", "add", one, "type", "veth", "peer", "name", other)
-        for device, node in zip(self._devices, self.nodes, strict=True):
-            _attach(device, node)
+        self.attach()
         self.set(0.0, 0.0)
 
     def set(self, delay_s: float, loss: float) -> None:
-        for device, node in zip(self._devices, self.nodes, strict=True):
+        for device, node in zip(self.devices, self.nodes, strict=True):
             quality = ["netem", "delay", f"{delay_s * 1e6:.0f}us", "loss", f"{100 * loss:g}%", "limit", "100000"]
             _run("tc", "-n", node.name, "qdisc", "replace", "dev", device, "root", *quality)
 
 
-class _Relayed:
+class _Relayed(_Namespaces):
     kind = "relay"
 
     def __init__(self, undo: ExitStack) -> None:
-        self.nodes = _namespaces(undo)
+        super().__init__(undo)
         try:
-            taps = [Tap(f"tp{os.getpid()}{end}") for end in "ab"]
+            taps = [Tap(device) for device in self.devices]
         except OSError as error:
             raise UnavailableError(f"no TAP device can be made: {error.strerror}") from error
         self._relay = Relay(*taps)
         undo.callback(self._relay.close)
-        for tap, node in zip(taps, self.nodes, strict=True):
-            _attach(tap.name, node)
+        self.attach()
 
     def set(self, delay_s: float, loss: float) -> None:
         self._relay.set(delay_s, loss)
@@ -138,12 +160,14 @@ class _Loopback:
         if delay_s or loss:
             raise UnavailableError("the loopback interface neither delays nor loses packets")
 
+    def open_window(self, segments: int) -> None:
+        raise UnavailableError("the loopback interface serves more than this program")
+
 
 _MAKERS = {"netem": _Netem, "relay": _Relayed, "loopback": _Loopback}
 
 
 def _namespaces(undo: ExitStack) -> tuple[Node, Node]:
-    """Two nodes with networks, host names, process ids, IPC and /dev/shm of their own, not joined yet."""
     for program in ("ip", "tc", "unshare"):
         if shutil.which(program) is None:
             raise UnavailableError(f"there is no program {program} (iproute2, util-linux)")
@@ -159,12 +183,6 @@ def _namespaces(undo: ExitStack) -> tuple[Node, Node]:
     one, other = nodes
     _run(*one.prefix, "true")
     return one, other
-
-
-def _attach(device: str, node: Node) -> None:
-    _ip("link", "set", device, "netns", node.name)
-    _ip("-n", node.name, "address", "add", f"{node.address}/24", "dev", device)
-    _ip("-n", node.name, "link", "set", device, "up")
 
 
 def _ip(*arguments: str) -> None:

@@ -29,7 +29,6 @@ class Tap:
     """
 
     def __init__(self, name: str) -> None:
-        self.name = name
         self.file = os.open("/dev/net/tun", os.O_RDWR | os.O_NONBLOCK)
         try:
             fcntl.ioctl(self.file, _TUNSETIFF, struct.pack("16sH", name.encode(), _IFF_TAP | _IFF_NO_PI))

@@ -21,10 +21,12 @@ def print_results(results: Mapping[str, Any]) -> None:
     if found := results.get("agreement"):
         console.print(_agreement(found), markup=False)
     if found := results.get("delays"):
-        console.print(_links("median times over links with delay", found["links"]))
-        console.print(_growths(found["growths"]))
+        console.print(_links("median times over links with delay", found))
+        console.print(_growths("what a delay of 1 ms each way adds", found["growths"]))
+    if found := results.get("window"):
+        console.print(_growths(f"the same with an initial window of {found['segments']} segments", found["growths"]))
     if found := results.get("loss"):
-        console.print(_links("median and longest times over links that lose packets", found, longest=True))
+        console.print(_links("median (longest) times over links that lose packets", found, longest=True))
     if found := results.get("ends"):
         console.print(_ends(found))
 
@@ -39,18 +41,18 @@ def _agreement(found: Mapping[str, Any]) -> str:
     )
 
 
-def _links(title: str, links: Iterable[Mapping[str, Any]], longest: bool = False) -> Table:
+def _links(title: str, found: Mapping[str, Any], longest: bool = False) -> Table:
     from rich.table import Table
 
-    links = list(links)
+    collectives, decode = found["collectives"], found["decode"]
     table = Table(title=title, title_justify="left")
     table.add_column("ms")
-    for link in links:
+    for link in collectives:
         table.add_column(f"{1e3 * link['delay_s']:g} ms, {100 * link['loss']:g} %", justify="right")
-    rows = {name: [link["collectives"][name] for link in links] for name in links[0]["collectives"]}
-    for name, spreads in {**rows, "decode step": [link["decode_s"] for link in links]}.items():
+    rows = {name: [link["seconds"][name] for link in collectives] for name in collectives[0]["seconds"]}
+    for name, spreads in {**rows, "decode step": [link["seconds"] for link in decode]}.items():
         table.add_row(name, *(_milliseconds(spread, longest) for spread in spreads))
-    shares = [f"{100 * link['communication_share']:.0f} %" for link in links]
+    shares = [f"{100 * link['communication_share']:.0f} %" for link in decode]
     table.add_row("of generation in collectives", *shares)
     return table
 
@@ -59,10 +61,10 @@ def _milliseconds(spread: Mapping[str, float], longest: bool) -> str:
     return f"{1e3 * spread['median']:.2f}" + (f" ({1e3 * spread['maximum']:.0f})" if longest else "")
 
 
-def _growths(found: Iterable[Mapping[str, Any]]) -> Table:
+def _growths(title: str, found: Iterable[Mapping[str, Any]]) -> Table:
     from rich.table import Table
 
-    table = Table(title="what a delay of 1 ms each way adds", title_justify="left")
+    table = Table(title=title, title_justify="left")
     table.add_column("")
     for heading in ("steps", "planner, ms", "measured, ms"):
         table.add_column(heading, justify="right")
