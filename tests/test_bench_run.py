@@ -6,6 +6,7 @@ import json
 import os
 import signal
 import sys
+from pathlib import Path
 
 import pytest
 from tiny_models import hub_config
@@ -123,6 +124,31 @@ def test_who_fails_is_listed_and_the_others_go_on(config_file, engine, tmp_path,
     shown = capsys.readouterr()
     assert "decode" not in shown.err and "train, float32" in shown.err
     assert len(read_results(path)[1]) == 9 and "failed" not in path.read_text() + shown.out
+
+
+def test_peers_take_part_in_what_they_can(engine, tmp_path, monkeypatch, capsys):
+    """llama.cpp answers as fast as t = 1; vLLM is not installed."""
+
+    def absent(task, processes, threads):
+        return Contestant("vllm", processes, threads, lambda: Command(["/nowhere/python"]))
+
+    def llama(task, processes, threads):
+        return Contestant("llama_cpp", processes, threads, lambda: Command([sys.executable, "-c", ENGINE, "1"]))
+
+    engine(ENGINE)
+    monkeypatch.setitem(engines.PEERS, "vllm", absent)
+    monkeypatch.setitem(engines.PEERS, "llama_cpp", llama)
+    path = tmp_path / "rows.jsonl"
+    more = ["--phases", "decode,train", "--compare", "vllm,llama_cpp", "--json", str(path)]
+    assert main(["bench", "--model", str(Path(engines.__file__).parents[1] / "embedded_model"), *SWEEP, *more]) == 0
+    rows = {(row.case.phase, row.form.name): row for row in read_results(path)[1]}
+    assert [name for phase, name in rows if phase == "train"] == ["own tp=1", "own tp=2 replicate", "own tp=2 sharded"]
+    peer = rows["decode", "llama_cpp tp=1"]
+    assert peer.speed_up.median == 1.0 and peer.efficiency is peer.collectives is None
+    assert peer.form.threads == 2 and peer.limit.of == "memory"
+    shown = capsys.readouterr().out
+    for name in ("vllm tp=1", "vllm tp=2"):
+        assert f"failed: {name} (serving in float32): /nowhere/python cannot be started" in shown
 
 
 def test_an_interruption_leaves_rows_and_no_process(config_file, engine, tmp_path, monkeypatch, capsys):

@@ -63,13 +63,13 @@ def markdown(settings: Mapping[str, Any], rows: Sequence[Row], failures: Sequenc
 
 def about_text(settings: Mapping[str, Any]) -> str:
     """One sentence: what was measured, how often, on what."""
-    machine, threads = settings["machine"], settings["threads"]
+    machine, threads, runs = settings["machine"], settings["threads"], settings["runs"]
     weights = " with random weights" if settings["weights"] == "random" else ""
     where = ", ".join(machine["devices"]) or f"{machine['cpu']}, {machine['cores']} cores"
     return (
         f"{settings['model']}{weights}, {threads} thread{'s' if threads > 1 else ''} in all, on {where}; torch "
-        f"{settings['packages']['torch']}. Medians of {settings['runs']} rounds in turns, in brackets the quartiles, "
-        f"then the least and the most; {settings['warm_ups']} before them did not count."
+        f"{settings['packages']['torch']}. Medians of {runs} round{'s' if runs > 1 else ''} in turns, in brackets the "
+        f"quartiles, then the least and the most; {settings['warm_ups']} before them did not count."
     )
 
 
