@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import tp
 from launch.benching import options
-from launch.inspection.files import write
+from launch.output_files import write
 from launch.rank_process import is_rank
 from launch.terminal import Terminal
 from tp.errors import RequestError

@@ -8,10 +8,9 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from launch import inputs
+from launch import inputs, output_files
 from launch.arguments import add_layout_option, add_model_options, add_output_options, add_rank_options
 from launch.generate import load_model
-from launch.inspection import files
 from launch.inspection.findings import Findings, Run
 from launch.inspection.page import page
 from launch.inspection.table import table
@@ -65,9 +64,9 @@ def check(arguments: argparse.Namespace) -> None:
     if own_rank() != 0:  # it writes nothing
         return
     if arguments.html is not None:
-        files.check_file("--html", arguments.html)
+        output_files.check_file("--html", arguments.html)
     if arguments.png is not None:
-        files.check_directory("--png", arguments.png)
+        output_files.check_directory("--png", arguments.png)
 
 
 def run(arguments: argparse.Namespace, group: TensorParallelGroup, terminal: Terminal) -> None:
@@ -114,12 +113,12 @@ def _write(arguments: argparse.Namespace, findings: Findings, texts: TokenTexts)
     """Writes the files that were asked for, and names them."""
     written = []
     if arguments.html is not None:
-        files.write("--html", arguments.html, page(findings, texts).encode())
+        output_files.write("--html", arguments.html, page(findings, texts).encode())
         written.append(arguments.html)
     if arguments.png is not None:
         from launch.inspection.figures import figures
 
         for name, content in figures(findings, texts).items():
-            files.write("--png", arguments.png / name, content)
+            output_files.write("--png", arguments.png / name, content)
             written.append(arguments.png / name)
     return written

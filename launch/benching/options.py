@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any
 
 from launch.arguments import check_config, check_model, positive
 from launch.benching.sweep import LAYOUTS, PHASES, SCALINGS, Form, Sweep, scaling_forms
-from launch.inspection.files import check_directory, check_file
 from launch.measurement.command_line import integers, names
 from launch.measurement.lineup import PEERS, available_cores
 from launch.measurement.peers import llama_cpp
+from launch.output_files import check_directory, check_file
 from tp.errors import RequestError
 
 if TYPE_CHECKING:
