@@ -10,10 +10,12 @@ from torch import Tensor
 
 from tp.kernels import decode_attention as decode_attention_module
 from tp.kernels import linear as linear_module
+from tp.kernels import native_attention as native_attention_module
 from tp.kernels.attention import causal_attention
 from tp.kernels.cache_attention import QueryGroups
 from tp.kernels.decode_attention import decode_attention, has_decode_attention
 from tp.kernels.linear import MOST_NATIVE_ROWS, WIDENED_ROWS, linear
+from tp.kernels.native_attention import has_native_attention
 from tp.kernels.rotary import apply_rotary
 from tp.native.library import library
 from tp.parallel.partition import uniform_runs
@@ -145,11 +147,59 @@ def test_decode_attention(
     assert torch.equal(cache[1], reference[1])
 
 
+@pytest.mark.parametrize("threads", [1, 3])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("window", [None, 1, 70])
+@pytest.mark.parametrize("queries, keys", [(1, 1), (49, 49), (6, 133), (130, 200)])
+@pytest.mark.parametrize(
+    "heads, kv_heads, tp_size, tp_rank, head_dim", [(14, 2, 4, 1, 8), (6, 3, 1, 0, 5), (9, 3, 2, 1, 80)]
+)
+def test_prefill_attention(
+    heads: int,
+    kv_heads: int,
+    tp_size: int,
+    tp_rank: int,
+    head_dim: int,
+    queries: int,
+    keys: int,
+    window: int | None,
+    dtype: torch.dtype,
+    threads: int,
+) -> None:
+    """Blocks of keys and queries that are full, partly masked and cut short; a cache of more room than it holds."""
+    torch.set_num_threads(threads)
+    runs = uniform_runs(heads, kv_heads, tp_size, tp_rank)
+    q = random(queries, runs[-1].queries.stop, head_dim, dtype=dtype).transpose(0, 1)
+    k, v = (random(runs[-1].kv_heads.stop, keys + 3, head_dim, seed=s, dtype=dtype)[:, :keys] for s in (0, 1))
+    assert has_native_attention(q, k, v)
+    z = causal_attention(q, k, v, runs, window)
+    expected = causal_attention(q.double(), k.double(), v.double(), runs, window)
+    assert_rounded_once(z, expected, torch.ones(()).double())
+
+
+def test_prefill_attention_where_it_cannot_serve() -> None:
+    q = random(2, 5, 8)
+    assert not has_native_attention(q.half(), q.half(), q.half())
+    assert not has_native_attention(q, q.transpose(1, 2).contiguous().transpose(1, 2), q)
+    with torch.enable_grad():
+        assert not has_native_attention(q, q, q)
+
+
+def test_nan_and_infinity_pass_through_prefill_attention() -> None:
+    runs = uniform_runs(2, 2, 1, 0)
+    q, k, v = (random(2, 70, 8, seed=seed) for seed in range(3))
+    q[0, 3, 1], v[1, 66, 2] = torch.nan, torch.inf
+    z = causal_attention(q, k, v, runs)
+    assert z[0, 3].isnan().all() and z[0, :3].isfinite().all() and z[0, 4:].isfinite().all()
+    assert (z[1, 66:, 2] == torch.inf).all() and z[1, :48].isfinite().all()
+
+
 def test_names_switch_kernels_off(monkeypatch: pytest.MonkeyPatch) -> None:
     bfloat16 = torch.bfloat16
     for module, name, dtypes in (
         (linear_module, "native_linear", (bfloat16, bfloat16)),
         (decode_attention_module, "decode_attention", (bfloat16,)),
+        (native_attention_module, "prefill_attention", (bfloat16,)),
     ):
         module._native.cache_clear()
         monkeypatch.setattr(module, "enabled", lambda asked, name=name: asked != name)

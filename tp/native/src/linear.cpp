@@ -15,7 +15,7 @@
 namespace tp {
 namespace {
 
-inline float total_of(Floats total) { return sum(total); }
+using tp::sums;  // beside that of integers below
 
 // How x and the weights are multiplied: the form that x is brought into, and what a group of elements adds to a total.
 template <typename Element>
@@ -119,15 +119,21 @@ struct Integers {
   }
 };
 
-inline float total_of(const Integers::Total& total) {
-  const __m256 lanes = _mm256_cvtepi32_ps(total.lanes);
-  __m128 half = _mm_add_ps(_mm256_castps256_ps128(lanes), _mm256_extractf128_ps(lanes, 1));
-  half = _mm_add_ps(half, _mm_movehl_ps(half, half));
-  return _mm_cvtss_f32(_mm_add_ss(half, _mm_movehdup_ps(half)));
+template <int kCount>
+inline void sums(const Integers::Total* x, float* to) {
+  for (int i = 0; i < kCount; ++i) {
+    const __m256 lanes = _mm256_cvtepi32_ps(x[i].lanes);
+    __m128 half = _mm_add_ps(_mm256_castps256_ps128(lanes), _mm256_extractf128_ps(lanes, 1));
+    half = _mm_add_ps(half, _mm_movehl_ps(half, half));
+    to[i] = _mm_cvtss_f32(_mm_add_ss(half, _mm_movehdup_ps(half)));
+  }
 }
 #else
 using Integers = Widened;
 #endif
+
+constexpr int64_t kLine = 16;  // outputs next to each other that are finished together
+constexpr int kTotals = TP_VECTOR_BYTES == 64 ? 16 : 8;  // registers of a tile's totals: half of those that there are
 
 template <typename T, typename P>
 struct Problem {
@@ -140,19 +146,11 @@ struct Problem {
   int64_t columns, whole, out;        // whole: the columns that fill groups
 };
 
-template <typename T, typename P>
-void finish(const Problem<T, P>& p, int64_t row, int64_t n, typename P::Total total) {
-  float result = total_of(total);
-  for (int64_t k = p.whole; k < p.columns; ++k)
-    result += to_float(p.weight[n * p.columns + k]) * to_float(p.x[row * p.columns + k]);
-  if (p.scales) result *= p.scales[n] * p.units[row];
-  store(p.y + row * p.out + n, p.bias ? result + to_float(p.bias[n]) : result);
-}
-
-// Weight rows n, n + apart, … times kRows rows of x from `row` on. The rows are far from each other, so that memory is
-// read as several streams at once: one alone does not keep it busy.
+// Weight rows n, n + apart, … times kRows rows of x from `row` on, over whole groups of columns: results[(i · kRows + m) ·
+// kLine] for stream i. The streams are far from each other, so that memory is read at several places at once: one alone
+// does not keep it busy.
 template <int kStreams, int kRows, typename T, typename P>
-void tile(const Problem<T, P>& p, int64_t row, int64_t n, int64_t apart) {
+void tile(const Problem<T, P>& p, int64_t row, int64_t n, int64_t apart, float* results) {
   constexpr int kGroups = kRows == 1 ? 2 : 1;  // accumulators enough to hide the latency of adds
   const typename P::Weight* weight = p.weight + n * p.columns;
   const auto* x = p.x + row * p.columns;
@@ -166,40 +164,69 @@ void tile(const Problem<T, P>& p, int64_t row, int64_t n, int64_t apart) {
       for (int group = 0; group < kGroups; ++group) {
         const int64_t place = k + group * P::kGroup;
         const auto weights = P::group(weight + i * stride + place);
-#pragma GCC unroll 4
+#pragma GCC unroll 16
         for (int m = 0; m < kRows; ++m) P::add(totals[i][m][group], weights, x + m * p.columns + place);
       }
   }
   for (; k < p.whole; k += P::kGroup)
+#pragma GCC unroll 4
     for (int i = 0; i < kStreams; ++i)
+#pragma GCC unroll 16
       for (int m = 0; m < kRows; ++m) P::add(totals[i][m][0], P::group(weight + i * stride + k), x + m * p.columns + k);
+  typename P::Total whole[kStreams * kRows];
+#pragma GCC unroll 4
   for (int i = 0; i < kStreams; ++i)
+#pragma GCC unroll 16
     for (int m = 0; m < kRows; ++m) {
-      typename P::Total total = totals[i][m][0];
-      for (int group = 1; group < kGroups; ++group) total += totals[i][m][group];
-      finish(p, row + m, n + i * apart, total);
+      whole[i * kRows + m] = totals[i][m][0];
+      for (int group = 1; group < kGroups; ++group) whole[i * kRows + m] += totals[i][m][group];
     }
+  float summed[kStreams * kRows];
+  sums<kStreams * kRows>(whole, summed);
+  for (int i = 0; i < kStreams * kRows; ++i) results[i * kLine] = summed[i];
 }
 
-// The same for all rows of x, a few at a time: the weight rows are in the cache after the first.
-template <int kStreams, typename T, typename P>
-void tiles(const Problem<T, P>& p, int64_t rows, int64_t n, int64_t apart) {
-  constexpr int kMost = kStreams == 4 ? 2 : 4;  // more would not fit the registers
-  int64_t row = 0;
-  for (; row + kMost <= rows; row += kMost) tile<kStreams, kMost>(p, row, n, apart);
-  switch (rows - row) {
-    case 3: tile<kStreams, 3>(p, row, n, apart); break;
-    case 2: tile<kStreams, 2>(p, row, n, apart); break;
-    case 1: tile<kStreams, 1>(p, row, n, apart); break;
-  }
+// y[row, n … n + count) from the sums over the whole groups.
+template <typename T, typename P>
+void finish(const Problem<T, P>& p, int64_t row, int64_t n, int64_t count, float* results) {
+  if (p.whole < p.columns)
+    for (int64_t j = 0; j < count; ++j)
+      for (int64_t k = p.whole; k < p.columns; ++k)
+        results[j] += to_float(p.weight[(n + j) * p.columns + k]) * to_float(p.x[row * p.columns + k]);
+  if (p.scales)
+    for (int64_t j = 0; j < count; ++j) results[j] *= p.scales[n + j] * p.units[row];
+  if (p.bias)
+    for (int64_t j = 0; j < count; ++j) results[j] += to_float(p.bias[n + j]);
+  for (int64_t j = 0; j < count; ++j) store(p.y + row * p.out + n + j, results[j]);
 }
 
-// Weight rows [first, last): `kStreams` parts of them side by side, and what is left over one by one.
-template <int kStreams, typename T, typename P>
+// `count` outputs from n on, at most kLine, of each stream and of kRows rows of x.
+template <int kStreams, int kRows, typename T, typename P>
+void lines(const Problem<T, P>& p, int64_t row, int64_t n, int64_t count, int64_t apart) {
+  float results[kStreams * kRows * kLine];
+  for (int64_t j = 0; j < count; ++j) tile<kStreams, kRows>(p, row, n + j, apart, results + j);
+  for (int i = 0; i < kStreams; ++i)
+    for (int m = 0; m < kRows; ++m) finish(p, row + m, n + i * apart, count, results + (i * kRows + m) * kLine);
+}
+
+// The same of `rows` rows, at most kRows.
+template <int kStreams, int kRows, typename T, typename P>
+void lines_of(int64_t rows, const Problem<T, P>& p, int64_t row, int64_t n, int64_t count, int64_t apart) {
+  if (rows == kRows) return lines<kStreams, kRows>(p, row, n, count, apart);
+  if constexpr (kRows > 1) lines_of<kStreams, kRows - 1>(rows, p, row, n, count, apart);
+}
+
+// Weight rows [first, last): `kStreams` parts of them side by side, and what is left over one by one. All rows of x, at
+// most kMost at a time, meet the weights of a line: these are in the cache after the first.
+template <int kStreams, int kMost, typename T, typename P>
 void streams(const Problem<T, P>& p, int64_t rows, int64_t first, int64_t last) {
   const int64_t apart = (last - first) / kStreams;
-  for (int64_t n = first; n < first + apart; ++n) tiles<kStreams>(p, rows, n, apart);
-  for (int64_t n = first + kStreams * apart; n < last; ++n) tiles<1>(p, rows, n, 1);
+  for (int64_t n = first; n < first + apart; n += kLine)
+    for (int64_t row = 0; row < rows; row += kMost)
+      lines_of<kStreams, kMost>(std::min<int64_t>(kMost, rows - row), p, row, n, std::min(kLine, first + apart - n),
+                                apart);
+  for (int64_t n = first + kStreams * apart; n < last; ++n)
+    for (int64_t row = 0; row < rows; ++row) lines<1, 1>(p, row, n, 1, 1);
 }
 
 template <typename P, typename T>
@@ -214,10 +241,10 @@ void linear(const T* x, int64_t x_stride, const typename P::Weight* weight, cons
   const int64_t whole = columns / P::kGroup * P::kGroup;
   const Problem<T, P> problem{prepared.data(), units.data(), weight, scales, bias, y, columns, whole, out};
   in_parallel(out, threads, [&](int64_t first, int64_t last) {
-    if (rows <= 2)
-      streams<4>(problem, rows, first, last);
+    if (kTotals == 16 || rows <= 2)
+      streams<4, kTotals / 4>(problem, rows, first, last);
     else
-      streams<2>(problem, rows, first, last);
+      streams<2, kTotals / 2>(problem, rows, first, last);
   });
 }
 

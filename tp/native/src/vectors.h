@@ -88,18 +88,48 @@ inline Words load_words(const void* from) {
 inline Floats even(Words pairs) { return reinterpret_cast<Floats>(pairs << 16); }
 inline Floats odd(Words pairs) { return reinterpret_cast<Floats>(pairs & 0xffff0000u); }
 
-inline float sum(Floats x) {
 #if defined(__AVX2__)
-  const float* lanes = reinterpret_cast<const float*>(&x);
-  __m128 total = _mm_loadu_ps(lanes);
-  for (int64_t lane = 4; lane < kLanes; lane += 4) total = _mm_add_ps(total, _mm_loadu_ps(lanes + lane));
-  total = _mm_add_ps(total, _mm_movehl_ps(total, total));
-  return _mm_cvtss_f32(_mm_add_ss(total, _mm_movehdup_ps(total)));
+// Four sums in one register, of which the lanes of x are added up in pairs.
+inline __m128 quarter(Floats x) {
+#if defined(__AVX512F__)
+  const __m256 half = _mm256_add_ps(_mm512_castps512_ps256((__m512)x), _mm512_extractf32x8_ps((__m512)x, 1));
 #else
+  const __m256 half = (__m256)x;
+#endif
+  return _mm_add_ps(_mm256_castps256_ps128(half), _mm256_extractf128_ps(half, 1));
+}
+
+inline __m128 sums_of_four(__m128 a, __m128 b, __m128 c, __m128 d) {
+  return _mm_hadd_ps(_mm_hadd_ps(a, b), _mm_hadd_ps(c, d));
+}
+
+inline float sum(Floats x) {
+  const __m128 part = quarter(x);
+  return _mm_cvtss_f32(sums_of_four(part, part, part, part));
+}
+
+// The same of kCount registers, in few instructions.
+template <int kCount>
+inline void sums(const Floats* x, float* to) {
+#pragma GCC unroll 4
+  for (int i = 0; i < kCount / 4; ++i) {
+    const Floats* four = x + 4 * i;
+    _mm_storeu_ps(to + 4 * i, sums_of_four(quarter(four[0]), quarter(four[1]), quarter(four[2]), quarter(four[3])));
+  }
+#pragma GCC unroll 4
+  for (int i = kCount / 4 * 4; i < kCount; ++i) to[i] = sum(x[i]);
+}
+#else
+inline float sum(Floats x) {
   float total = 0;
   for (int64_t lane = 0; lane < kLanes; ++lane) total += x[lane];
   return total;
-#endif
 }
+
+template <int kCount>
+inline void sums(const Floats* x, float* to) {
+  for (int i = 0; i < kCount; ++i) to[i] = sum(x[i]);
+}
+#endif
 
 }  // namespace tp

@@ -1,0 +1,253 @@
+// Prefill attention: the last T of a sequence's S tokens, over this rank's heads.
+//
+// softmax(q kᵀ · scale) v with float32 scores and statistics, a block of queries at a time, for each a block of keys
+// after the other (Dao et al. 2022, "FlashAttention", arXiv:2205.14135). Keys are packed once a call: registers then
+// hold one column of as many keys as they have lanes, so that no score needs a sum over lanes.
+
+#include <algorithm>
+#include <limits>
+#include <vector>
+
+#include "exponential.h"
+#include "tape.h"
+#include "threads.h"
+#include "vectors.h"
+
+namespace tp {
+namespace {
+
+constexpr int64_t kKeys = 64;     // of a block
+constexpr int64_t kQueries = 48;  // of a block
+constexpr int kRows = 6;          // queries, and
+constexpr int kVectors = TP_VECTOR_BYTES == 64 ? 4 : 2;  // registers of keys, whose products fit the other registers
+constexpr float kInfinity = std::numeric_limits<float>::infinity();
+
+// Products of queries and keys: how many columns an element holds, how it is made, and what a register of them adds.
+template <typename T>
+struct Columns {
+  using Element = float;
+  static int64_t count(int64_t head_dim) { return head_dim; }
+  static float take(const T* row, int64_t column, int64_t) { return to_float(row[column]); }
+  static void add(Floats& total, const float* keys, float query) { total += load(keys) * query; }
+};
+
+#if defined(__AVX512BF16__)
+template <>
+struct Columns<BFloat16> {
+  using Element = uint32_t;  // a pair
+  static int64_t count(int64_t head_dim) { return (head_dim + 1) / 2; }
+  static uint32_t take(const BFloat16* row, int64_t column, int64_t head_dim) {
+    const uint32_t second = 2 * column + 1 < head_dim ? row[2 * column + 1].bits : 0;
+    return row[2 * column].bits | second << 16;
+  }
+  static void add(Floats& total, const uint32_t* keys, uint32_t query) {
+    total = (Floats)_mm512_dpbf16_ps((__m512)total, (__m512bh)load_words(keys),
+                                     (__m512bh)_mm512_set1_epi32(static_cast<int>(query)));
+  }
+};
+#endif
+
+template <typename T>
+struct Prefill {
+  const T *q, *k, *v;  // [heads, tokens, head_dim], with strides between heads and between tokens
+  int64_t q_head, q_token, k_head, k_token, v_head, v_token;
+  const int32_t* bounds;  // [kv_heads + 1]: the query heads of each KV head
+  int64_t window;         // 0: all
+  float scale;
+  T* out;  // [queries, heads, head_dim]
+  int64_t heads, kv_heads, queries, keys, head_dim;
+
+  int64_t blocks() const { return (keys + kKeys - 1) / kKeys; }
+  int64_t columns() const { return Columns<T>::count(head_dim); }
+  int64_t width() const { return (head_dim + kLanes - 1) / kLanes * kLanes; }  // of a value in whole registers
+};
+
+// The keys and values of all KV heads, zeros after the last key.
+template <typename T>
+struct Packed {
+  using Element = typename Columns<T>::Element;
+  std::vector<Element> keys;  // [kv_heads, blocks, columns, kKeys]
+  std::vector<float> values;  // [kv_heads, blocks, kKeys, width]
+
+  void fill(const Prefill<T>& p, int threads) {
+    keys.resize(p.kv_heads * p.blocks() * p.columns() * kKeys);
+    values.resize(p.kv_heads * p.blocks() * kKeys * p.width());
+    in_parallel(p.kv_heads * p.blocks(), threads, [&](int64_t first, int64_t last) {
+      for (int64_t i = first; i < last; ++i) fill_block(p, i / p.blocks(), i % p.blocks());
+    });
+  }
+
+  const Element* keys_of(const Prefill<T>& p, int64_t head, int64_t block) const {
+    return keys.data() + (head * p.blocks() + block) * p.columns() * kKeys;
+  }
+  const float* values_of(const Prefill<T>& p, int64_t head, int64_t block) const {
+    return values.data() + (head * p.blocks() + block) * kKeys * p.width();
+  }
+
+ private:
+  void fill_block(const Prefill<T>& p, int64_t head, int64_t block) {
+    Element* columns = keys.data() + (head * p.blocks() + block) * p.columns() * kKeys;
+    float* rows = values.data() + (head * p.blocks() + block) * kKeys * p.width();
+    const int64_t count = std::min(kKeys, p.keys - block * kKeys);
+    std::fill_n(rows, kKeys * p.width(), 0.0f);
+    for (int64_t i = 0; i < count; ++i) {
+      const T* key = p.k + head * p.k_head + (block * kKeys + i) * p.k_token;
+      const T* value = p.v + head * p.v_head + (block * kKeys + i) * p.v_token;
+      for (int64_t c = 0; c < p.columns(); ++c) columns[c * kKeys + i] = Columns<T>::take(key, c, p.head_dim);
+      for (int64_t d = 0; d < p.head_dim; ++d) rows[i * p.width() + d] = to_float(value[d]);
+    }
+    for (int64_t c = 0; c < p.columns(); ++c) std::fill(columns + c * kKeys + count, columns + (c + 1) * kKeys, 0);
+  }
+};
+
+// A block of queries of one head on its way through the keys.
+template <typename T>
+struct Block {
+  std::vector<typename Columns<T>::Element> queries;  // [kQueries, columns], zeros after the last
+  std::vector<float> weighed;                         // [kQueries, width]: Σ p v so far
+  float scores[kQueries * kKeys];                     // then p
+  float largest[kQueries], total[kQueries], factor[kQueries];
+
+  void begin(const Prefill<T>& p, int64_t head, int64_t first, int64_t count) {
+    queries.assign(kQueries * p.columns(), 0);
+    weighed.assign(kQueries * p.width(), 0.0f);
+    std::fill_n(largest, kQueries, -kInfinity);
+    std::fill_n(total, kQueries, 0.0f);
+    std::fill_n(factor, kQueries, 1.0f);
+    for (int64_t i = 0; i < count; ++i) {
+      const T* query = p.q + head * p.q_head + (first + i) * p.q_token;
+      for (int64_t c = 0; c < p.columns(); ++c)
+        queries[i * p.columns() + c] = Columns<T>::take(query, c, p.head_dim);
+    }
+  }
+};
+
+// scores[r, j] = q_r · k_j of kRows queries and all keys of a block.
+template <typename T>
+void score(const typename Columns<T>::Element* queries, const typename Columns<T>::Element* keys, int64_t columns,
+           float* scores) {
+  for (int64_t j = 0; j < kKeys; j += kVectors * kLanes) {
+    Floats totals[kRows][kVectors] = {};
+    for (int64_t c = 0; c < columns; ++c)
+#pragma GCC unroll 6
+      for (int r = 0; r < kRows; ++r)
+#pragma GCC unroll 4
+        for (int i = 0; i < kVectors; ++i)
+          Columns<T>::add(totals[r][i], keys + c * kKeys + j + i * kLanes, queries[r * columns + c]);
+    for (int r = 0; r < kRows; ++r)
+      for (int i = 0; i < kVectors; ++i) std::memcpy(scores + r * kKeys + j + i * kLanes, &totals[r][i], sizeof(Floats));
+  }
+}
+
+// Whole registers are named by constants only where loops are unrolled: else they would lie in memory.
+//
+// weighed[r, j] = factor[r] · weighed[r, j] + Σ_i p[r, i] v[i, j] of kRows queries and kCount registers of columns.
+template <int kCount>
+void weigh(const float* p, const float* factor, const float* values, int64_t count, int64_t width, float* weighed) {
+  Floats totals[kRows][kCount];
+#pragma GCC unroll 6
+  for (int r = 0; r < kRows; ++r)
+#pragma GCC unroll 4
+    for (int j = 0; j < kCount; ++j) totals[r][j] = load(weighed + r * width + j * kLanes) * factor[r];
+  for (int64_t i = 0; i < count; ++i)
+#pragma GCC unroll 6
+    for (int r = 0; r < kRows; ++r)
+#pragma GCC unroll 4
+      for (int j = 0; j < kCount; ++j) totals[r][j] += load(values + i * width + j * kLanes) * p[r * kKeys + i];
+#pragma GCC unroll 6
+  for (int r = 0; r < kRows; ++r)
+#pragma GCC unroll 4
+    for (int j = 0; j < kCount; ++j) std::memcpy(weighed + r * width + j * kLanes, &totals[r][j], sizeof(Floats));
+}
+
+// Scores of the keys [low, high) of the block become weights, those of others 0.
+inline void soften(float* scores, int64_t low, int64_t high, float scale, float& largest, float& total, float& factor) {
+  factor = 1.0f;
+  if (low >= high) {
+    std::fill_n(scores, kKeys, 0.0f);
+    return;
+  }
+  std::fill_n(scores, low, -kInfinity);
+  std::fill(scores + high, scores + kKeys, -kInfinity);
+  Floats most = load(scores);
+  for (int64_t j = kLanes; j < kKeys; j += kLanes) {
+    const Floats other = load(scores + j);
+    most = most > other ? most : other;
+  }
+  float of_block = -kInfinity;
+  for (int64_t lane = 0; lane < kLanes; ++lane) of_block = std::max(of_block, most[lane]);
+  const float before = largest;
+  largest = std::max(before, of_block * scale);
+  factor = exponential(Floats{} + (before - largest))[0];
+  for (int64_t j = 0; j < kKeys; j += kLanes) {
+    const Floats weights = exponential(load(scores + j) * scale - largest);
+    std::memcpy(scores + j, &weights, sizeof weights);
+  }
+  std::fill_n(scores, low, 0.0f);
+  std::fill(scores + high, scores + kKeys, 0.0f);
+  Floats sums = {};
+  for (int64_t j = 0; j < kKeys; j += kLanes) sums += load(scores + j);
+  total = total * factor + sum(sums);
+}
+
+template <typename T>
+void attend(const Prefill<T>& p, const Packed<T>& packed, int64_t kv_head, int64_t head, int64_t first) {
+  thread_local Block<T> block;
+  const int64_t count = std::min(kQueries, p.queries - first), width = p.width();
+  const int64_t position = p.keys - p.queries + first;  // of the block's first query
+  const int64_t oldest = p.window ? std::max<int64_t>(0, position - p.window + 1) : 0;
+  block.begin(p, head, first, count);
+  for (int64_t b = oldest / kKeys; b * kKeys < position + count; ++b) {
+    const int64_t start = b * kKeys, held = std::min(kKeys, p.keys - start);
+    const auto* keys = packed.keys_of(p, kv_head, b);
+    const float* values = packed.values_of(p, kv_head, b);
+    for (int64_t r = 0; r < count; r += kRows) {
+      float* scores = block.scores + r * kKeys;
+      score<T>(block.queries.data() + r * p.columns(), keys, p.columns(), scores);
+      for (int64_t i = r; i < std::min(r + kRows, count); ++i) {
+        const int64_t low = p.window ? position + i - p.window + 1 - start : 0, high = position + i + 1 - start;
+        soften(block.scores + i * kKeys, std::clamp<int64_t>(low, 0, kKeys), std::clamp<int64_t>(high, 0, kKeys),
+               p.scale, block.largest[i], block.total[i], block.factor[i]);
+      }
+      int64_t j = 0;
+      float* weighed = block.weighed.data() + r * width;
+      for (; j + kVectors * kLanes <= width; j += kVectors * kLanes)
+        weigh<kVectors>(scores, block.factor + r, values + j, held, width, weighed + j);
+      for (; j < width; j += kLanes) weigh<1>(scores, block.factor + r, values + j, held, width, weighed + j);
+    }
+  }
+  for (int64_t i = 0; i < count; ++i)
+    for (int64_t d = 0; d < p.head_dim; ++d)
+      store(p.out + ((first + i) * p.heads + head) * p.head_dim + d, block.weighed[i * width + d] / block.total[i]);
+}
+
+template <typename T>
+void prefill_attention(const Prefill<T>& p, int threads) {
+  Packed<T> packed;
+  packed.fill(p, threads);
+  const int64_t blocks = (p.queries + kQueries - 1) / kQueries;
+  in_parallel(p.heads * blocks, threads, [&](int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end; ++i) {
+      const int64_t head = i / blocks;
+      const int64_t kv_head = std::upper_bound(p.bounds, p.bounds + p.kv_heads, head) - p.bounds - 1;
+      attend(p, packed, kv_head, head, i % blocks * kQueries);
+    }
+  });
+}
+
+}  // namespace
+}  // namespace tp
+
+#define TP_PREFILL_ATTENTION(NAME, T)                                                                               \
+  int NAME(const T* q, int64_t q_head, int64_t q_token, const T* k, int64_t k_head, int64_t k_token, const T* v,    \
+           int64_t v_head, int64_t v_token, const int32_t* bounds, int64_t window, float scale, T* out,             \
+           int64_t heads, int64_t kv_heads, int64_t queries, int64_t keys, int64_t head_dim, int threads) {         \
+    const tp::Prefill<T> prefill{q,      k,      v,     q_head, q_token, k_head,   k_token, v_head,  v_token,       \
+                                 bounds, window, scale, out,    heads,   kv_heads, queries, keys,    head_dim};     \
+    return tp::perform([=] { return tp::prefill_attention(prefill, threads), 0; });                                 \
+  }
+
+extern "C" {
+TP_PREFILL_ATTENTION(tp_prefill_attention_bfloat16, tp::BFloat16)
+TP_PREFILL_ATTENTION(tp_prefill_attention_float32, float)
+}
