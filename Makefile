@@ -48,8 +48,9 @@ lint: venv
 types: venv
 	$(BIN)/mypy tp
 
+# Two files at a time: many tests wait for processes that they start.
 tests: venv
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n 2 --dist loadfile
 
 clean:
 	rm -rf build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
