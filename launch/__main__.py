@@ -21,9 +21,10 @@ Every command works the same in two ways:
   torchrun --nproc-per-node 4 -m launch generate --model M ...
 
 exit status:
-  0 done                      4 checkpoint missing or damaged    7 a rank failed
-  2 command or request        5 not enough memory or context     8 a loss or logits not finite
-  3 model configuration       6 ranks cannot communicate         130 interrupted (128 + signal)
+  0 done                      4 checkpoint missing or damaged    8 a loss or logits not finite
+  1 a script's use of layers  5 not enough memory or context     9 C++ kernels not built
+  2 command or request        6 ranks cannot communicate         130 interrupted (128 + signal)
+  3 model configuration       7 a rank failed
 """
 
 
@@ -44,10 +45,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     open_closed_streams()
     argv = list(sys.argv[1:] if argv is None else argv)
-    if is_rank():
-        signal.signal(signal.SIGINT, signal.SIG_DFL)  # at once, also while waiting in a collective
-        leave(as_rank(lambda: _execute(argv), debug="--debug" in argv))
     try:
+        if is_rank():
+            signal.signal(signal.SIGINT, signal.SIG_DFL)  # at once, also while waiting in a collective
+            leave(as_rank(lambda: _execute(argv), debug="--debug" in argv))
         return _execute(argv)
     except TensorParallelError as error:
         if "--debug" in argv:

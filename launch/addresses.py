@@ -51,12 +51,13 @@ class Endpoint:
         raise RequestError(f"--rdzv-endpoint {text!r} is not HOST:PORT, such as node-0:29400 or [fd00::1]:29400")
 
     def addresses(self, patience_s: float = PATIENCE_S) -> list[str]:
-        """The host's addresses, best first.
+        """The host's addresses, best first. That they are waited for is told on stderr.
 
         Raises:
             CommunicationError: it has none within `patience_s`.
         """
         deadline = time.monotonic() + patience_s
+        told = False
         while True:
             try:
                 found = socket.getaddrinfo(self.host, self.port, type=socket.SOCK_STREAM)
@@ -67,6 +68,9 @@ class Endpoint:
                         f"--rdzv-endpoint: the name {self.host} has no address on this machine ({error.strerror}); "
                         "give an address, or mend the name service or /etc/hosts"
                     ) from error
+                if not told:
+                    print(f"waiting up to {patience_s:g} s for an address of {self.host}", file=sys.stderr)
+                    told = True
             time.sleep(0.5)
 
 

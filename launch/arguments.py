@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-import json
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -11,6 +11,10 @@ from tp.errors import CheckpointError, RequestError
 
 if TYPE_CHECKING:
     from tp.layers.layout import LayoutRule
+
+
+LARGEST_COUNT = 10**15
+"""Above anything that is counted here, bytes included."""
 
 
 class Parser(argparse.ArgumentParser):
@@ -29,14 +33,44 @@ def positive(text: str) -> int:
     """The type of options that are counts.
 
     Raises:
-        ArgumentTypeError: not an integer above 0.
+        ArgumentTypeError: not an integer above 0, or one that is no count of anything.
     """
     try:
         value = int(text)
     except ValueError:
         value = 0
-    if value < 1:
+    if not 1 <= value <= LARGEST_COUNT:
         raise argparse.ArgumentTypeError(f"{text!r} is not an integer of at least 1")
+    return value
+
+
+def place(text: str) -> Path:
+    """The type of options that are files or directories, which need not be there.
+
+    Raises:
+        ArgumentTypeError: a name that none can have.
+    """
+    try:
+        os.stat(text)
+    except (FileNotFoundError, NotADirectoryError, PermissionError):
+        pass
+    except (OSError, ValueError) as error:
+        raise argparse.ArgumentTypeError(f"{text!r} is no path: {getattr(error, 'strerror', error)}") from None
+    return Path(text)
+
+
+def seconds(text: str) -> float:
+    """The type of options that are durations.
+
+    Raises:
+        ArgumentTypeError: not a number above 0, or of more days than a timer takes.
+    """
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0.0 < value < 1e6:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds above 0")
     return value
 
 
@@ -84,6 +118,13 @@ def add_rank_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--tp", type=positive, metavar="T", help="ranks in all (default: the GPUs present, else 1)")
     group.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto")
     group.add_argument("--backend", choices=["auto", "nccl", "gloo"], default="auto", help="auto: nccl on GPUs")
+    group.add_argument(
+        "--collective-timeout",
+        type=seconds,
+        default=60.0,
+        metavar="S",
+        help="how long ranks wait for one that does not come to a collective (60); loading does not count",
+    )
     add_rendezvous_options(group)
 
 
@@ -109,7 +150,7 @@ def add_rendezvous_options(group: argparse._ArgumentGroup) -> None:
     """The options of torchrun for several machines; every machine gets the same command."""
     group.add_argument("--nnodes", type=positive, default=1, metavar="N", help="machines that share the run")
     group.add_argument("--node-rank", type=int, metavar="R", help="this machine's number (static rendezvous)")
-    group.add_argument("--rdzv-backend", default="c10d", metavar="NAME", help="c10d (default), static, ...")
+    group.add_argument("--rdzv-backend", choices=["c10d", "static"], default="c10d", help="how they do (c10d)")
     group.add_argument("--rdzv-endpoint", default="", metavar="HOST:PORT", help="where the machines meet")
     group.add_argument("--rdzv-id", default="", metavar="ID", help="a name of the run, the same on every machine")
     group.add_argument(
@@ -164,6 +205,19 @@ def check_model(model: str, tp_size: int | None) -> None:
         if not (path / "config.json").is_file():
             raise CheckpointError(f"--model {model} is not a checkpoint: the directory has no config.json")
         check_config(path / "config.json", tp_size)
+    elif (tp_size or 1) > 1:
+        _check_gguf(path, tp_size or 1)
+
+
+def _check_gguf(path: Path, tp_size: int) -> None:
+    """As `check_config`, of a file's header."""
+    from tp.checkpoint.gguf_header import GgufHeader
+    from tp.checkpoint.settings import read_model_config
+
+    metadata = GgufHeader.read(path).metadata
+    heads = metadata.get(f"{metadata.get('general.architecture')}.attention.head_count")
+    if not isinstance(heads, int) or tp_size > heads:
+        read_model_config(str(path)).check_degree(tp_size)
 
 
 def check_config(path: Path, tp_size: int | None) -> None:
@@ -174,14 +228,9 @@ def check_config(path: Path, tp_size: int | None) -> None:
     """
     from tp.config import ModelConfig
     from tp.families import FAMILIES
+    from tp.json_objects import read_object
 
-    try:
-        fields = json.loads(path.read_text(encoding="utf-8"))
-        heads = fields.get("num_attention_heads")
-        plausible = str(fields.get("model_type")) in FAMILIES and not (
-            isinstance(heads, int) and (tp_size or 1) > heads
-        )
-    except (OSError, ValueError, AttributeError, RecursionError) as error:
-        raise CheckpointError(f"{path} cannot be read: {error}") from error
-    if not plausible:
+    fields = read_object(path, CheckpointError)
+    heads = fields.get("num_attention_heads")
+    if str(fields.get("model_type")) not in FAMILIES or (isinstance(heads, int) and (tp_size or 1) > heads):
         ModelConfig.from_hf(fields).check_degree(tp_size or 1)

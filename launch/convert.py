@@ -6,10 +6,9 @@ import argparse
 import json
 import time
 from contextlib import closing
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from launch.arguments import check_model, positive
+from launch.arguments import check_model, place, positive
 from launch.terminal import Terminal
 from tp.errors import CheckpointError, RequestError
 
@@ -23,7 +22,7 @@ def add_parser(commands: Any) -> None:
     """Adds the command and its options."""
     parser = commands.add_parser("convert", help="write a checkpoint as a Hub directory", description=DESCRIPTION)
     parser.add_argument("--model", required=True, help="a directory in the Hub's layout, a Hub id, or a .gguf file")
-    parser.add_argument("--output", type=Path, required=True, metavar="DIR", help="must not exist, or be empty")
+    parser.add_argument("--output", type=place, required=True, metavar="DIR", help="must not exist, or be empty")
     parser.add_argument(
         "--dtype",
         choices=["auto", "float32", "bfloat16", "float16"],

@@ -13,8 +13,8 @@ import re
 import signal
 import time
 import traceback
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -74,6 +74,11 @@ class Failure:
     def recorded(self) -> bool:
         return bool(self.message)
 
+    @property
+    def names_another(self) -> bool:
+        """It says itself which rank is to blame: the other one."""
+        return self.lost_peer and self.message.startswith("rank ")
+
     def write(self, path: Path) -> None:
         """Leaves the record, complete or not at all."""
         about = {"py_callstack": self.message if self.typed else self.trace, "timestamp": str(int(self.when))}
@@ -89,7 +94,8 @@ class Failure:
         named = f"rank {self.rank} of {world_size}"
         trace = self.trace if debug or not self.typed else ""
         if self.typed:
-            return f"{trace}error: {self.message if together else f'{named}: {self.message}'}\n"
+            bare = together or self.names_another
+            return f"{trace}error: {self.message if bare else f'{named}: {self.message}'}\n"
         return f"{trace}error: {named} failed with {self.message.splitlines()[0]}\n"
 
 
@@ -114,21 +120,31 @@ def beside(error_file: Path) -> list[Failure]:
 def first(failures: Sequence[Failure]) -> Failure:
     """The failure that caused the others.
 
-    An error with a cause of its own comes before a death, a death before errors that only speak of lost peers, and
-    last are the ranks that the launcher ended with SIGTERM. That signal may itself have been the cause only on the
-    rank whose end was noticed first.
+    An error with a cause of its own comes before a death, and a death before errors that only speak of lost peers.
 
     Args:
-        failures: in the order in which they were noticed.
+        failures: in the order in which they were noticed, without the ranks that the launcher ended.
     """
 
     def order(item: tuple[int, Failure]) -> tuple[int, float]:
         index, failure = item
         if failure.recorded:
             return (2 if failure.lost_peer else 0), failure.when
-        return (3 if failure.status == -signal.SIGTERM and index > 0 else 1), index
+        return 1, index
 
     return min(enumerate(failures), key=order)[1]
+
+
+def blamed_on(cause: Failure, absent: Collection[int]) -> Failure:
+    """What to tell of a `cause` that only speaks of a lost peer, and does not know which.
+
+    Args:
+        absent: ranks that ran on until the launcher ended them. If it is one, the others waited for that one.
+    """
+    if not cause.lost_peer or cause.names_another or len(absent) != 1:
+        return cause
+    (rank,) = absent
+    return replace(cause, rank=rank, message=f"did not come to a collective of the others: {cause.message}")
 
 
 def all_alike(failures: Iterable[Failure], world_size: int) -> bool:

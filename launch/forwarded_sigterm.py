@@ -9,6 +9,8 @@ from collections.abc import Iterator
 from types import FrameType
 from typing import Any
 
+from launch.elastic import when_started
+
 REPORT_S = 5.0
 """What ranks get beyond their grace: they keep to it themselves, and say so, unless they hang."""
 
@@ -28,22 +30,16 @@ class ForwardedSigterm:
     @contextlib.contextmanager
     def listening(self) -> Iterator[None]:
         """While this is entered, ranks that are started get what the launcher gets."""
-        from torch.distributed.elastic.multiprocessing.api import PContext
-
-        start = PContext.start
-
-        def start_and_listen(context: Any) -> None:
-            start(context)
-            self._context = context
-            self._elastic = signal.signal(signal.SIGTERM, self._on_sigterm)
-            signal.signal(signal.SIGALRM, self._on_alarm)
-
-        PContext.start = start_and_listen  # type: ignore[method-assign]
         try:
-            yield
+            with when_started(self._listen):
+                yield
         finally:
-            PContext.start = start  # type: ignore[method-assign]
             signal.setitimer(signal.ITIMER_REAL, 0)
+
+    def _listen(self, context: Any) -> None:
+        self._context = context
+        self._elastic = signal.signal(signal.SIGTERM, self._on_sigterm)
+        signal.signal(signal.SIGALRM, self._on_alarm)
 
     def _on_sigterm(self, number: int, frame: FrameType | None) -> None:
         if self.sent:

@@ -67,13 +67,13 @@ def run(arguments: argparse.Namespace, group: TensorParallelGroup, terminal: Ter
     """Loads the model and serves the request, on every rank."""
     began = time.perf_counter()
     model = load_model(arguments, group, terminal)
-    prompts = group.agree(lambda: _prompts(model, arguments) if group.rank == 0 else [])
+    prompts = group.agree(lambda: _prompts(model, arguments) if group.rank == 0 else None)
     load_s = time.perf_counter() - began
     group.communicator.statistics.reset()
     began = time.perf_counter()
     stream = model.generate_stream(prompts, generation_options(arguments))
     has_text = terminal.speaks and model.tokenizer is not None  # other ranks need not load it
-    still_read = _follow(stream, arguments, len(prompts), has_text, terminal)
+    still_read = _follow(stream, arguments, len(prompts or ()), has_text, terminal)
     seconds = time.perf_counter() - began
     report = _report(arguments, model, stream.result(), load_s, seconds)
     if arguments.json:

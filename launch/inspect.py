@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from launch import inputs, output_files
-from launch.arguments import add_layout_option, add_model_options, add_output_options, add_rank_options
+from launch.arguments import add_layout_option, add_model_options, add_output_options, add_rank_options, place
 from launch.generate import load_model
 from launch.inspection.findings import Findings, Run
 from launch.inspection.page import page
@@ -43,8 +43,8 @@ def add_parser(commands: Any) -> None:
     parser.add_argument("--against", metavar="TOKEN", help="explains the logit of the target minus that of this token")
     add_rank_options(parser)
     add_layout_option(parser)
-    parser.add_argument("--html", type=Path, metavar="FILE", help="writes a report with plots: one file, no network")
-    parser.add_argument("--png", type=Path, metavar="DIRECTORY", help="writes the plots as PNG files")
+    parser.add_argument("--html", type=place, metavar="FILE", help="writes a report with plots: one file, no network")
+    parser.add_argument("--png", type=place, metavar="DIRECTORY", help="writes the plots as PNG files")
     add_output_options(parser)
     parser.set_defaults(execute=partial(execute, ModelCommand(check, run)))
 

@@ -80,7 +80,7 @@ def _run(command: ModelCommand, arguments: argparse.Namespace, terminal: Termina
     from tp.parallel.group import TensorParallelGroup
 
     device, backend = (None if value == "auto" else value for value in (arguments.device, arguments.backend))
-    group = TensorParallelGroup.from_environment(backend, device)
+    group = TensorParallelGroup.from_environment(backend, device, arguments.collective_timeout)
     command.run(arguments, group, terminal)
     group.close()
 

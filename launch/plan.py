@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from launch.arguments import add_layout_option, add_output_options, positive
+from launch.arguments import add_layout_option, add_output_options, place, positive
 from launch.planning.degrees import Degrees
 from launch.terminal import Terminal
 from tp.errors import CapacityError, RequestError
@@ -24,6 +24,7 @@ DESCRIPTION = """\
 What a model takes on each rank and how fast it would be: at every degree, on hardware that need not be here. No weights
 are read. With --calibrate, measures this machine and writes its profile."""
 USUAL_CONTEXT = 4096
+MOST_NODES = MOST_SEQUENCES = MOST_STEPS = 2**16
 TABLE_WIDTH = 140
 """Of tables that are not for a terminal."""
 SHARDED = {"auto": None, "on": True, "off": False}
@@ -54,10 +55,10 @@ def add_parser(commands: Any) -> None:
     parser.add_argument("--train", action="store_true", help="plans training steps of --batch rows instead of serving")
     parser.add_argument("--activation-checkpointing", action="store_true", help="layers are computed again (--train)")
     add_layout_option(parser)
-    parser.add_argument("--plot", type=Path, metavar="FILE", help="tokens a second against ranks, as PNG")
+    parser.add_argument("--plot", type=place, metavar="FILE", help="tokens a second against ranks, as PNG")
     measuring = parser.add_argument_group("measuring this machine")
     measuring.add_argument("--calibrate", action="store_true", help="measures this machine; takes minutes")
-    measuring.add_argument("--out", type=Path, metavar="FILE", help="where its profile goes")
+    measuring.add_argument("--out", type=place, metavar="FILE", help="where its profile goes")
     add_output_options(parser)
     parser.set_defaults(execute=execute)
 
@@ -116,7 +117,7 @@ def _workload(arguments: argparse.Namespace) -> Workload:
     profile = load_profile(arguments.hardware)
     config = read_model_config(arguments.model)
     dtype = (config.dtype or "bfloat16") if arguments.dtype == "auto" else arguments.dtype
-    return Workload(
+    workload = Workload(
         config=config,
         precision=Precision.of(dtype, arguments.weights),
         profile=profile,
@@ -127,6 +128,20 @@ def _workload(arguments: argparse.Namespace) -> Workload:
         sharded=SHARDED[arguments.sequence_parallel],
         recomputed=arguments.activation_checkpointing,
     )
+    _check_amount(workload)
+    return workload
+
+
+def _check_amount(workload: Workload) -> None:
+    """Refuses what would take longer to plan than to buy: nodes, sequences and steps are gone through one by one."""
+    for name, value, most in (("nodes", workload.nodes, MOST_NODES), ("batch", workload.batch, MOST_SEQUENCES)):
+        if value > most:
+            raise RequestError(f"--{name} {value} is more than {most}, which no plan is made for")
+    if workload.batch * workload.context > MOST_STEPS * workload.chunk:
+        raise RequestError(
+            f"--prefill-chunk {workload.chunk} would cut {workload.batch} x {workload.context} prompt tokens into more "
+            f"than {MOST_STEPS} steps: give a larger one"
+        )
 
 
 def _plan_serving(arguments: argparse.Namespace, workload: Workload, terminal: Terminal) -> None:

@@ -13,9 +13,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NoReturn
 
-from launch import failures
+from launch import failures, heartbeat
 from launch.failures import Failure
 from launch.terminal import Terminal, redirect
+from tp.errors import CommunicationError
 
 LAUNCHER = "TP_DECODER_LAUNCHER"
 """Environment variable: process id of our launcher, which tells the user what became of the ranks."""
@@ -26,18 +27,37 @@ TYPED_PATIENCE_S = 4.0
 
 
 def is_rank() -> bool:
-    """Whether a launcher started this process as one of several ranks, or as the only one."""
-    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
+    """Whether a launcher started this process as one of several ranks, or as the only one.
+
+    Raises:
+        CommunicationError: the launcher's variables are no numbers, or contradict each other.
+    """
+    if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
+        return False
+    rank, size, _ = own_rank(), world_size(), _ranks_here()
+    if not 0 <= rank < size:
+        raise CommunicationError(f"RANK={rank} in the environment is outside 0..{size - 1} (WORLD_SIZE={size})")
+    return True
 
 
 def own_rank() -> int:
     """This process's rank; 0 where no launcher gave it one."""
-    return int(os.environ.get("RANK", "0"))
+    return _number("RANK", 0)
 
 
 def world_size() -> int:
     """How many ranks this process's launcher started, on all machines."""
-    return int(os.environ.get("WORLD_SIZE", "1"))
+    return _number("WORLD_SIZE", 1)
+
+
+def _number(variable: str, default: int) -> int:
+    text = os.environ.get(variable, str(default))
+    try:
+        return int(text)
+    except ValueError:
+        raise CommunicationError(
+            f"{variable}={text!r} in the environment is no number: start with torchrun, which sets it, or unset it"
+        ) from None
 
 
 def as_rank(action: Callable[[], int], *, debug: bool = False, script_directory: Path | None = None) -> int:
@@ -49,8 +69,13 @@ def as_rank(action: Callable[[], int], *, debug: bool = False, script_directory:
         script_directory: where tracebacks of a user's script begin.
     """
     launcher = os.environ.pop(LAUNCHER, None)  # processes that this rank starts are not the launcher's
+    error_file = _error_file()
     if launcher is not None:
         _die_with(int(launcher))
+        if error_file is not None:
+            heartbeat.begin(error_file)
+    elif "TORCHELASTIC_RUN_ID" in os.environ:
+        _die_with(os.getppid())
     faulthandler.enable()
     users_stderr = os.dup(2)
     try:
@@ -59,7 +84,7 @@ def as_rank(action: Callable[[], int], *, debug: bool = False, script_directory:
         raise
     except BaseException as error:
         failure = Failure.of(own_rank(), error, script_directory)
-    _fail(failure, users_stderr if launcher is None else None, debug)
+    _fail(failure, users_stderr, debug, tells=launcher is None)
 
 
 def leave(status: int) -> NoReturn:
@@ -100,18 +125,21 @@ def rank_terminal(debug: bool) -> Terminal:
     return Terminal.apart_from_libraries(None if debug else _log()) if own_rank() == 0 else Terminal.silent()
 
 
-def _fail(failure: Failure, users_stderr: int | None, debug: bool) -> NoReturn:
+def _fail(failure: Failure, users_stderr: int, debug: bool, *, tells: bool) -> NoReturn:
     """Ends the process. No destructors: those of process groups may wait for peers that are themselves stuck.
 
     Args:
-        users_stderr: where to tell what happened if this failure came first; None: our launcher tells it.
+        users_stderr: where to tell what happened if this failure came first.
+        tells: it is not our launcher, which tells it from the record. Without a record, on a full disk, it cannot.
     """
     path = _error_file()
-    if path is not None:
-        with contextlib.suppress(OSError):
+    try:
+        if path is not None:
             failure.write(path)
+    except OSError:
+        tells = True
     noticed = _wait_for_others(failure, path)
-    if users_stderr is not None and failures.first(noticed).rank == failure.rank:
+    if tells and failures.first(noticed).rank == failure.rank:
         together = failures.all_alike(noticed, _ranks_here())
         with contextlib.suppress(OSError):
             story = failure.story(world_size(), together=together, debug=debug)
@@ -146,7 +174,7 @@ def _log() -> Path:
 
 
 def _ranks_here() -> int:
-    return int(os.environ.get("LOCAL_WORLD_SIZE", world_size()))
+    return _number("LOCAL_WORLD_SIZE", world_size())
 
 
 def _die_with(launcher: int) -> None:

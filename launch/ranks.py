@@ -7,26 +7,25 @@ import logging
 import os
 import signal
 import sys
-import tempfile
 import uuid
 from argparse import Namespace
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from launch import addresses, failures
 from launch.addresses import Endpoint
+from launch.elastic import RanksHere, when_closing, when_started
 from launch.failures import Failure
 from launch.forwarded_sigterm import ForwardedSigterm
 from launch.rank_process import LAUNCHER
-from tp.errors import CommunicationError, first_line
+from launch.undertaker import Undertaker
+from tp.errors import CommunicationError, RequestError, first_line
 
 STANDARD_INPUT = "TP_DECODER_STANDARD_INPUT"
 """Environment variable: the file that holds what the launcher read from its standard input."""
 MONITOR_INTERVAL_S = 0.05
-GRACE_S = 3
-"""Between asking ranks to end and killing them: they may sit in a collective, where they cannot hear the question."""
 LOG_TAIL_BYTES = 2000
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -98,19 +97,21 @@ def start(
             so does the run. By default SIGTERM ends them, and the run with 128 + 15. A second SIGTERM always does.
     """
     placement = replace(placement, local_addr=placement.own_address())
-    with tempfile.TemporaryDirectory(prefix="tp-decoder-") as directory:
+    with _undertaker() as undertaker:
         # torch reads some of these when it is imported, so that they come first; the ranks inherit them.
         os.environ.update(_environment(placement, debug))
         if standard_input:
-            path = Path(directory, "standard-input")
-            path.write_text(standard_input, encoding="utf-8")
-            os.environ[STANDARD_INPUT] = str(path)
-        return _launch(command, placement, directory, debug, grace_s)
+            os.environ[STANDARD_INPUT] = str(_file_of(standard_input, undertaker.directory))
+        status = _launch(command, placement, undertaker, debug, grace_s)
+        if status == 0:
+            undertaker.let_go()
+        return status
 
 
 def own_command(argv: Sequence[str]) -> list[str]:
     """The interpreter's arguments that run this program, whatever lies in the directory that it is run in."""
-    code = f"import sys; sys.path[0] = {str(ROOT)!r}; from launch.__main__ import main; sys.exit(main())"
+    quiet = "import signal, sys; signal.signal(signal.SIGINT, signal.SIG_DFL)"  # no traceback of the imports
+    code = f"{quiet}; sys.path[0] = {str(ROOT)!r}; from launch.__main__ import main; sys.exit(main())"
     return ["-c", code, *argv]
 
 
@@ -130,7 +131,28 @@ def _environment(placement: Placement, debug: bool) -> Mapping[str, str]:
     return {**settings, **os.environ, LAUNCHER: str(os.getpid())}
 
 
-def _launch(command: Sequence[str], placement: Placement, directory: str, debug: bool, grace_s: float | None) -> int:
+def _undertaker() -> Undertaker:
+    try:
+        return Undertaker()
+    except OSError as error:
+        raise RequestError(f"no temporary directory can be made ({error.strerror}): TMPDIR names another") from error
+
+
+def _file_of(text: str, directory: str) -> Path:
+    path = Path(directory, "standard-input")
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise RequestError(
+            f"standard input cannot be kept in {path}: {error.strerror}; TMPDIR names another"
+        ) from error
+    return path
+
+
+def _launch(
+    command: Sequence[str], placement: Placement, undertaker: Undertaker, debug: bool, grace_s: float | None
+) -> int:
+    from torch.distributed import DistError
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.elastic.rendezvous.api import RendezvousError
@@ -139,9 +161,10 @@ def _launch(command: Sequence[str], placement: Placement, directory: str, debug:
     if not debug:
         logging.disable(logging.CRITICAL)  # nothing but the elastic launcher logs in this process
     request = None if grace_s is None else ForwardedSigterm(grace_s)
+    ranks = RanksHere(undertaker)
     try:
-        with _short_grace(), request.listening() if request else contextlib.nullcontext():
-            elastic_launch(_config(placement, directory), sys.executable)(*command)
+        with when_started(ranks.started), when_closing(ranks.closing), _listening(request):
+            elastic_launch(_config(placement, undertaker.directory), sys.executable)(*command)
     except ChildFailedError as error:
         noticed = [
             failures.of_process(rank, failed.exitcode, failed.error_file_data)
@@ -149,8 +172,10 @@ def _launch(command: Sequence[str], placement: Placement, directory: str, debug:
         ]
         if request and request.sent and all(failure.status == -signal.SIGTERM for failure in noticed):
             return 128 + signal.SIGTERM  # they had not begun to listen
-        return _tell(noticed, placement, Path(directory), debug)
-    except RendezvousError as error:
+        absent = ranks.asked_to_end - {failure.rank for failure in noticed if failure.recorded}
+        own = [failure for failure in noticed if failure.rank not in absent]
+        return _tell(own, absent, placement, Path(undertaker.directory), debug)
+    except (RendezvousError, DistError) as error:
         meeting = placement.rdzv_endpoint or "a port of this machine"
         reason = first_line(error.__cause__ or error)
         raise CommunicationError(f"{placement.nodes} machines could not meet at {meeting}: {reason}") from error
@@ -165,7 +190,6 @@ def _config(placement: Placement, directory: str) -> Any:
     from torch.distributed.elastic.multiprocessing.api import DefaultLogsSpecs
     from torch.distributed.launcher.api import LaunchConfig
 
-    alone = placement.nodes == 1 and not placement.rdzv_endpoint
     settings = {} if placement.node_rank is None else {"rank": placement.node_rank}
     return LaunchConfig(
         min_nodes=placement.nodes,
@@ -173,7 +197,7 @@ def _config(placement: Placement, directory: str) -> Any:
         nproc_per_node=placement.ranks_here,
         run_id=placement.rdzv_id or ("none" if placement.nodes > 1 else uuid.uuid4().hex),
         rdzv_backend=_rendezvous(placement),
-        rdzv_endpoint="127.0.0.1:0" if alone else placement.rdzv_endpoint,
+        rdzv_endpoint=placement.rdzv_endpoint if placement.nodes > 1 else "127.0.0.1:0",
         rdzv_configs=settings,
         local_addr=placement.own_address(),
         max_restarts=0,
@@ -184,32 +208,23 @@ def _config(placement: Placement, directory: str) -> Any:
 
 def _rendezvous(placement: Placement) -> str:
     """The name of torch's rendezvous that the machines meet by."""
-    if placement.nodes == 1 or placement.rdzv_backend != "c10d":
+    if placement.nodes == 1:
+        return "c10d"
+    if placement.rdzv_backend != "c10d":
         return placement.rdzv_backend
     from launch.rendezvous import registered
 
     return registered()
 
 
-@contextlib.contextmanager
-def _short_grace() -> Iterator[None]:
-    """Bounds the time between SIGTERM and SIGKILL, for which the elastic launcher has no setting in every version."""
-    from torch.distributed.elastic.multiprocessing.api import PContext
-
-    close = PContext.close
-
-    def close_soon(self: Any, death_sig: Any = None, timeout: int = GRACE_S) -> None:
-        close(self, death_sig, min(timeout, GRACE_S))
-
-    PContext.close = close_soon  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        PContext.close = close  # type: ignore[method-assign]
+def _listening(request: ForwardedSigterm | None) -> contextlib.AbstractContextManager[None]:
+    return contextlib.nullcontext() if request is None else request.listening()
 
 
-def _tell(noticed: Sequence[Failure], placement: Placement, directory: Path, debug: bool) -> int:
+def _tell(noticed: Sequence[Failure], absent: set[int], placement: Placement, directory: Path, debug: bool) -> int:
     cause = failures.first(noticed)
+    if placement.nodes == 1:
+        cause = failures.blamed_on(cause, absent)
     together = failures.all_alike(noticed, placement.ranks_here)
     if not cause.recorded:
         sys.stderr.write(_log_tail(directory, cause.rank % placement.ranks_here))

@@ -9,6 +9,8 @@ watch each other, see `launch.liveness`.
 from __future__ import annotations
 
 import contextlib
+import threading
+from collections.abc import Callable
 from typing import Any
 
 from torch.distributed import TCPStore
@@ -19,7 +21,7 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import create_handl
 
 from launch.addresses import Endpoint, is_own
 from launch.liveness import Liveness
-from tp.errors import LostPeerError
+from tp.errors import CommunicationError, LostPeerError
 
 NAME = "tp-decoder-c10d"
 """Of this rendezvous in torch's registry."""
@@ -27,6 +29,10 @@ NO_HEARTBEATS_S = 10**8
 """Between two of torch's heartbeats, which nobody asks for; a thread that is in one as the process ends aborts it."""
 PATIENCE_S = 5.0
 """How long ranks may still report an error of their own when another machine's launcher is gone."""
+ANSWER_S = 10.0
+"""How long a store on this machine may take to answer."""
+CONNECT_S = 90.0
+"""The same on another one, which may come up later; beyond torch's own 60 seconds."""
 
 
 class FixedMachines(RendezvousHandler):
@@ -88,14 +94,40 @@ def registered() -> str:
 
 
 def _create(parameters: RendezvousParameters) -> RendezvousHandler:
-    hosted = _hosted_store(Endpoint.of(parameters.endpoint))
+    endpoint = Endpoint.of(parameters.endpoint)
+    hosted = _hosted_store(endpoint)
     parameters.config.update(is_host=False, keep_alive_interval=NO_HEARTBEATS_S)
-    backend, store = create_backend(parameters)
+    patience_s = ANSWER_S if hosted is None and is_own(endpoint) else CONNECT_S
+    backend, store = _within(patience_s, lambda: create_backend(parameters), endpoint)
     return FixedMachines(create_handler(store, backend, parameters), hosted)
 
 
+def _within(seconds: float, connect: Callable[[], Any], endpoint: Endpoint) -> Any:
+    """What `connect` gives. torch's waits for ever for a server that is none of its own and says nothing."""
+    results: list[Any] = []
+    errors: list[Exception] = []
+
+    def run() -> None:
+        try:
+            results.append(connect())
+        except Exception as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    thread.join(seconds)
+    if errors:
+        raise errors[0]
+    if not results:
+        raise CommunicationError(
+            f"what listens on --rdzv-endpoint {endpoint.host}:{endpoint.port} does not answer as a launcher does: "
+            "is the port taken by another program?"
+        )
+    return results[0]
+
+
 def _hosted_store(endpoint: Endpoint) -> Any:
-    """The store, where the endpoint is on this machine and no other launcher of it has the port."""
+    """The store, where the endpoint is on this machine and no other launcher of it, or other program, has the port."""
     if is_own(endpoint):
         with contextlib.suppress(RuntimeError):
             return TCPStore(endpoint.host, endpoint.port, is_master=True, wait_for_workers=False, multi_tenant=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 from typing import Any
 
 from launch.arguments import add_rendezvous_options, check_ranks, positive
@@ -29,12 +30,10 @@ def add_parser(commands: Any) -> None:
 
 def execute(arguments: argparse.Namespace) -> int:
     """Starts the ranks and waits for them."""
-    from pathlib import Path
-
     from launch.ranks import Placement, start
 
     check_ranks(arguments)
-    if not arguments.module and not Path(arguments.script).is_file():
+    if not arguments.module and not os.path.isfile(arguments.script):
         raise RequestError(f"there is no script {arguments.script}")
     kind = "module" if arguments.module else "script"
     command = ["-m", "launch.script", kind, arguments.script, *arguments.script_arguments]

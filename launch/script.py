@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import runpy
 import sys
@@ -9,6 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from launch.rank_process import as_rank
+from tp.errors import RequestError
 
 
 def main(argv: Sequence[str]) -> int:
@@ -24,8 +26,21 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _run_module(name: str) -> int:
+    if not _is_there(name):
+        raise RequestError(f"there is no module {name}")
     runpy.run_module(name, run_name="__main__", alter_sys=True)
     return 0
+
+
+def _is_there(name: str) -> bool:
+    try:
+        return not name.startswith(".") and importlib.util.find_spec(name) is not None
+    except ModuleNotFoundError as error:
+        if error.name is not None and f"{name}.".startswith(f"{error.name}."):
+            return False
+        raise  # by a package that the module is in
+    except ValueError:  # an empty name
+        return False
 
 
 def _run_path(name: str) -> int:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
 from typing import Any
 
 from launch.arguments import (
@@ -11,16 +10,16 @@ from launch.arguments import (
     add_output_options,
     add_rank_options,
     check_ranks,
+    place,
     positive,
 )
 from launch.rank_process import is_rank, rank_terminal, world_size
 from launch.terminal import Terminal
 from launch.training_check import check
-from launch.training_recipe import add_recipe_options
+from launch.training_recipe import COMPUTE_DTYPES, add_recipe_options
 from tp.errors import RequestError
 
 DESCRIPTION = "Trains a model on text or JSONL files: from a checkpoint, or from nothing with a configuration."
-DTYPES = ("bfloat16", "float32", "float64")
 
 
 def add_parser(commands: Any) -> None:
@@ -28,10 +27,12 @@ def add_parser(commands: Any) -> None:
     parser = commands.add_parser("train", help="pre-train or fine-tune a model", description=DESCRIPTION)
     model = parser.add_argument_group("model")
     model.add_argument("--model", help="to fine-tune: a directory in the Hub's layout, a Hub id, or a .gguf file")
-    model.add_argument("--config", type=Path, metavar="PATH", help="to train from nothing: a config.json")
+    model.add_argument("--config", type=place, metavar="PATH", help="to train from nothing: a config.json")
     model.add_argument("--tokenizer", metavar="DIR", help="with --config: a directory that holds a tokenizer")
     model.add_argument("--train-tokenizer", type=positive, metavar="V", help="with --config: make one of V tokens")
-    model.add_argument("--dtype", choices=DTYPES, help="of the computation (default: bfloat16 on GPUs, else float32)")
+    model.add_argument(
+        "--dtype", choices=COMPUTE_DTYPES, help="of the computation (default: bfloat16 on GPUs, else float32)"
+    )
     _add_data_options(parser.add_argument_group("data"))
     add_recipe_options(parser)
     _add_run_options(parser.add_argument_group("run"))
@@ -96,20 +97,22 @@ def _run(arguments: argparse.Namespace, terminal: Terminal) -> None:
     from tp.parallel.group import TensorParallelGroup
 
     device, backend = (None if value == "auto" else value for value in (arguments.device, arguments.backend))
-    world = TensorParallelGroup.from_environment(backend, device)
+    world = TensorParallelGroup.from_environment(backend, device, arguments.collective_timeout)
     run(arguments, world, terminal)
     world.close()
 
 
 def _add_data_options(group: argparse._ArgumentGroup) -> None:
-    group.add_argument("--data", type=Path, nargs="+", required=True, metavar="FILE", help=".txt, .md, .jsonl ...")
-    group.add_argument("--eval-data", type=Path, nargs="+", default=[], metavar="FILE", help="held-out files")
+    group.add_argument("--data", type=place, nargs="+", required=True, metavar="FILE", help=".txt, .md, .jsonl ...")
+    group.add_argument("--eval-data", type=place, nargs="+", default=[], metavar="FILE", help="held-out files")
     group.add_argument("--eval-fraction", type=float, metavar="F", help="hold out this part of the documents instead")
-    group.add_argument("--data-cache", type=Path, metavar="DIR", help="where tokenized files are kept")
+    group.add_argument("--data-cache", type=place, metavar="DIR", help="where tokenized files are kept")
 
 
 def _add_run_options(group: argparse._ArgumentGroup) -> None:
-    group.add_argument("--output", type=Path, required=True, metavar="DIR", help="checkpoints, metrics.jsonl, loss.png")
+    group.add_argument(
+        "--output", type=place, required=True, metavar="DIR", help="checkpoints, metrics.jsonl, loss.png"
+    )
     group.add_argument("--resume", action="store_true", help="go on from the newest complete checkpoint of --output")
     group.add_argument("--evaluate-every", type=positive, default=0, metavar="N", help="steps (default: at the end)")
     group.add_argument("--save-every", type=positive, default=0, metavar="N", help="steps (default: at the end)")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -82,7 +83,7 @@ def _check_model(arguments: argparse.Namespace, recipe: Recipe, resumes: bool) -
         check_config(arguments.config, arguments.tp)
     if arguments.model:
         check_model(arguments.model, arguments.tp)
-    if arguments.tokenizer and not Path(arguments.tokenizer).expanduser().is_dir():
+    if arguments.tokenizer and not os.path.isdir(os.path.expanduser(arguments.tokenizer)):
         raise RequestError(f"--tokenizer {arguments.tokenizer} is not a directory")
 
 
@@ -91,6 +92,9 @@ def _check_data(arguments: argparse.Namespace, recipe: Recipe) -> None:
 
     if arguments.eval_data and recipe.eval_fraction is not None:
         raise RequestError("--eval-data and --eval-fraction contradict each other: held-out files, or a held-out part")
+    for path in arguments.eval_data:
+        if path.resolve() in [other.resolve() for other in arguments.data]:
+            raise RequestError(f"{path} is in --data and in --eval-data: a held-out file is not trained on")
     for path in [*arguments.data, *arguments.eval_data]:
         if not path.is_file():
             raise RequestError(f"{path} is not a file to read: --data and --eval-data take text and JSONL files")

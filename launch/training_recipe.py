@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import argparse
+import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import TYPE_CHECKING, Any
 
 from launch.arguments import positive
 from tp.errors import CheckpointError, RequestError
+from tp.json_objects import typed
 
 if TYPE_CHECKING:
     from tp.training.schedule import CosineSchedule
 
+COMPUTE_DTYPES = ("bfloat16", "float32", "float64")
+"""Names of the dtypes that training computes in."""
+LARGEST_COUNT = 2**31
 RECIPE = "recipe"
 """Its key in the run.json of a checkpoint."""
 
@@ -61,12 +66,16 @@ class Recipe:
         """From what `to_json` gave.
 
         Raises:
-            CheckpointError: fields are missing.
+            CheckpointError: fields are missing, unknown, of another type or out of range.
         """
         try:
-            return cls(**{f.name: saved[f.name] for f in fields(cls)})
-        except KeyError as error:
-            raise CheckpointError(f"the checkpoint's run.json does not say {error}: it cannot be resumed") from None
+            recipe = typed(cls, saved, "recipe")
+            if missing := [field.name for field in fields(cls) if field.name not in saved]:
+                raise ValueError(f"recipe has no {missing[0]}")
+            recipe._check()
+        except (ValueError, RequestError) as error:
+            raise CheckpointError(f"the checkpoint's run.json cannot be resumed: {error}") from error
+        return recipe
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -86,9 +95,14 @@ class Recipe:
         for name in ("beta1", "beta2"):
             if not 0 <= getattr(self, name) < 1:
                 raise RequestError(f"--{name} {getattr(self, name)} is outside 0..1")
-        for name in ("weight_decay", "max_grad_norm"):
-            if not getattr(self, name) >= 0:
-                raise RequestError(f"{_option(name)} {getattr(self, name)} is negative")
+        for name in ("learning_rate", "weight_decay", "max_grad_norm"):
+            if not 0 <= getattr(self, name) < math.inf:
+                raise RequestError(f"{_option(name)} {getattr(self, name)} is negative or no number")
+        for name in ("sequence_length", "batch_size", "steps"):
+            if not 0 < getattr(self, name) < LARGEST_COUNT:
+                raise RequestError(f"{_option(name)} {getattr(self, name)} is outside 1..2^31")
+        if not 0 <= self.seed < 2**63:
+            raise RequestError(f"--seed {self.seed} is outside 0..2^63")
         if self.eval_fraction is not None and not 0 < self.eval_fraction < 1:
             raise RequestError(f"--eval-fraction {self.eval_fraction} must lie between 0 and 1")
 

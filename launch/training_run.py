@@ -9,6 +9,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from launch.rank_process import end_at_once
 from launch.stop_request import StopRequest
 from launch.terminal import Terminal
@@ -17,6 +19,7 @@ from launch.training_progress import Speed, TrainingDisplay
 from launch.training_recipe import RECIPE, Recipe
 from launch.training_setup import TrainingData, compute_dtype, find_start, load_data, make_learner
 from tp.errors import RequestError
+from tp.parallel.agreement import check_alike, told_of
 from tp.parallel.group import TensorParallelGroup
 from tp.training.groups import TrainingGroups
 from tp.training.metrics import MetricsLog, bits_per_byte, plot_metrics, read_metrics
@@ -32,11 +35,13 @@ def run(arguments: argparse.Namespace, world: TensorParallelGroup, terminal: Ter
         world.agree(lambda: check(arguments) if world.rank == 0 else None)
         saved = world.communicator.all_gather_object(saved_run(arguments) if world.rank == 0 else None)[0]
         recipe = Recipe.of(arguments, None if saved is None else saved[RECIPE])
-        groups = TrainingGroups.of(world, arguments.dp)
         dtype = compute_dtype(arguments, saved, world.device)
+        check_alike(world.communicator.all_gather_object, {**told_of("recipe", recipe), **_told(arguments, dtype)})
+        groups = TrainingGroups.of(world, arguments.dp)
         start = find_start(arguments, recipe, world)
         data = load_data(arguments, recipe, start, groups, terminal)
         about = {"data": data.fingerprint(), "dtype": str(dtype).removeprefix("torch.")}
+        check_alike(world.communicator.all_gather_object, {"the tokens of --data": about["data"]})
         _check_data(about, saved)
         learner = make_learner(arguments, recipe, start, groups, dtype)
         store = CheckpointStore(arguments.output, arguments.keep)
@@ -128,6 +133,14 @@ class _Report:
         records = read_metrics(self._output / METRICS)
         if records:
             plot_metrics(records, self._output / PLOT)
+
+
+def _told(arguments: argparse.Namespace, dtype: torch.dtype) -> dict[str, str]:
+    """What ranks of one run must share beside the recipe, from start to end or in every collective."""
+    return {"--dtype": str(dtype)} | {
+        f"--{name.replace('_', '-')}": str(getattr(arguments, name))
+        for name in ("dp", "sequence_parallel", "activation_checkpointing", "resume")
+    }
 
 
 def _check_data(about: dict[str, Any], saved: Any) -> None:

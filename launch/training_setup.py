@@ -4,24 +4,27 @@ from __future__ import annotations
 
 import argparse
 import hashlib
-import json
+import os
 from collections.abc import Mapping
 from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 
 from launch.arguments import layout_rule
 from launch.terminal import Terminal
 from launch.training_check import micro_batch_size
-from launch.training_recipe import Recipe
+from launch.training_recipe import COMPUTE_DTYPES, Recipe
 from tp.checkpoint import check_fits, open_checkpoint, weight_bytes
 from tp.checkpoint.together import work_together
 from tp.checkpoint.tokenizer import tokenizer_of_directory
 from tp.config import ModelConfig
-from tp.errors import RequestError
+from tp.dtypes import DTYPES
+from tp.errors import CheckpointError, RequestError
+from tp.json_objects import read_object
 from tp.models import CausalLM, initialise_parameters
 from tp.parallel.group import TensorParallelGroup
 from tp.training.activation_checkpointing import checkpoint_layers
@@ -138,6 +141,8 @@ def load_data(
                 f"the tokenizer gave id {dataset.highest_token_id}, the model's vocabulary is "
                 f"{start.config.vocab_size}: they do not belong together"
             )
+    if held_out is not None:
+        _check_held_out(training, held_out)
     rows = micro_batch_size(arguments, recipe)
     share: dict[str, Any] = {
         "data_parallel_rank": groups.data.rank,
@@ -152,6 +157,17 @@ def load_data(
         None if held_out is None else EvaluationBatches(held_out, length, rows, **share),
         recipe.batch_size // (rows * groups.data.size),
     )
+
+
+def _check_held_out(training: TokenizedDataset, held_out: TokenizedDataset) -> None:
+    """A loss on documents that are trained on as well says nothing of others."""
+    shared = np.isin(held_out.documents["fingerprint"], training.documents["fingerprint"])
+    if shared.any():
+        first = int(held_out.document_numbers[shared.argmax()]) + 1
+        raise RequestError(
+            f"{int(shared.sum())} of the {held_out.num_documents} documents of --eval-data are in --data too, document "
+            f"{first} first: take them out of one"
+        )
 
 
 def make_learner(
@@ -184,9 +200,16 @@ def make_learner(
 
 
 def compute_dtype(arguments: argparse.Namespace, saved: Mapping[str, Any] | None, device: torch.device) -> torch.dtype:
-    """--dtype; else the resumed run's; else bfloat16 on GPUs, float32 on CPUs, most of which are slow at bfloat16."""
+    """--dtype; else the resumed run's; else bfloat16 on GPUs, float32 on CPUs, most of which are slow at bfloat16.
+
+    Raises:
+        CheckpointError: the resumed run names another.
+    """
     name = arguments.dtype or (saved or {}).get("dtype") or ("bfloat16" if device.type == "cuda" else "float32")
-    return {"bfloat16": torch.bfloat16, "float32": torch.float32, "float64": torch.float64}[name]
+    if name not in COMPUTE_DTYPES:
+        known = ", ".join(COMPUTE_DTYPES)
+        raise CheckpointError(f"the run.json of the run to resume has dtype {name!r}: choose from {known}")
+    return DTYPES[name]
 
 
 def _fill(model: CausalLM, optimizer: torch.optim.AdamW, recipe: Recipe, start: Start) -> None:
@@ -225,13 +248,7 @@ def read_config(path: Path) -> ModelConfig:
     Raises:
         RequestError: it cannot be read. ConfigError: it is not supported.
     """
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise RequestError(f"--config {path} cannot be read: {getattr(error, 'strerror', None) or error}") from error
-    if not isinstance(content, dict):
-        raise RequestError(f"--config {path} is no JSON object")
-    return ModelConfig.from_hf(content)
+    return ModelConfig.from_hf(read_object(path, RequestError))
 
 
 def _shape(config: ModelConfig) -> ModelConfig:
@@ -256,7 +273,7 @@ def _from_nothing(arguments: argparse.Namespace, recipe: Recipe) -> Start:
 
 def _new_tokenizer(arguments: argparse.Namespace, recipe: Recipe) -> Any:
     if arguments.tokenizer:
-        return tokenizer_of_directory(Path(arguments.tokenizer).expanduser())
+        return tokenizer_of_directory(Path(os.path.expanduser(arguments.tokenizer)))
     documents = list(read_documents(arguments.data))
     if recipe.eval_fraction is not None:
         documents, _ = split_documents(documents, recipe.eval_fraction, recipe.seed)

@@ -99,7 +99,7 @@ def test_models_that_are_plainly_wrong(model: Path, tmp_path: Path, capsys: pyte
     assert status == 3 and "'bert'" in said and "qwen3" in said
     (model / "config.json").write_text("{")
     status, said = refused(model)
-    assert status == 4 and "config.json cannot be read" in said
+    assert status == 4 and "config.json is not valid JSON" in said
 
 
 def test_other_commands_refuse(model: Path, capsys: pytest.CaptureFixture[str]) -> None:

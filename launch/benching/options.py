@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from launch.arguments import check_config, check_model, positive
+from launch.arguments import check_config, check_model, place, positive
 from launch.benching.sweep import LAYOUTS, PHASES, SCALINGS, Form, Sweep, scaling_forms
 from launch.measurement.command_line import integers, names
 from launch.measurement.lineup import PEERS, available_cores
@@ -175,7 +174,9 @@ def _some_of(known: Sequence[str]) -> Callable[[str], list[str]]:
 
 def _add_model_options(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--model", help="a directory in the Hub's layout, a Hub id, or a .gguf file")
-    group.add_argument("--config", type=Path, metavar="FILE", help="instead: a config.json, filled with random weights")
+    group.add_argument(
+        "--config", type=place, metavar="FILE", help="instead: a config.json, filled with random weights"
+    )
     group.add_argument("--gguf", metavar="FILE", help="the same model for llama.cpp (default: MODEL.gguf)")
 
 
@@ -210,10 +211,10 @@ def _add_run_options(group: argparse._ArgumentGroup) -> None:
 
 
 def _add_output_options(group: argparse._ArgumentGroup) -> None:
-    group.add_argument("--json", type=Path, metavar="FILE", help="a line for each row, as soon as it is measured")
+    group.add_argument("--json", type=place, metavar="FILE", help="a line for each row, as soon as it is measured")
     group.add_argument("--resume", action="store_true", help="go on with the rows that are in the file of --json")
-    group.add_argument("--markdown", type=Path, metavar="FILE", help="the tables as Markdown")
-    group.add_argument("--plots", type=Path, metavar="DIRECTORY", help="speed-up, efficiency and times as PNG files")
-    group.add_argument("--profile", type=Path, metavar="DIRECTORY",
+    group.add_argument("--markdown", type=place, metavar="FILE", help="the tables as Markdown")
+    group.add_argument("--plots", type=place, metavar="DIRECTORY", help="speed-up, efficiency and times as PNG files")
+    group.add_argument("--profile", type=place, metavar="DIRECTORY",
                        help="a Chrome trace of each rank, of each phase's first case")  # fmt: skip
     group.add_argument("--debug", action="store_true", help="tracebacks of all errors")

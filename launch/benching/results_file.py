@@ -14,6 +14,7 @@ from typing import Any
 from launch.benching.rows import Row
 from launch.benching.sweep import Case, Form
 from tp.errors import RequestError
+from tp.json_objects import parse
 
 KIND = "kind"
 SETTINGS, ROW, FAILURE = "settings", "row", "failure"
@@ -109,8 +110,8 @@ def read_results(path: Path) -> tuple[dict[str, Any] | None, list[Row]]:
     settings = {name: value for name, value in records[0].items() if name != KIND}
     try:
         return settings, [Row.from_json(_without_kind(record)) for record in records if record.get(KIND) == ROW]
-    except (KeyError, TypeError) as error:
-        raise RequestError(f"--json {path} has a row that makes no sense: {error!r}") from error
+    except ValueError as error:
+        raise RequestError(f"--json {path} has a row that makes no sense: {error}") from error
 
 
 def complete_cases(rows: Sequence[Row], expected: Mapping[Case, Sequence[Form]]) -> set[Case]:
@@ -138,7 +139,7 @@ def _short(value: Any) -> str:
 
 def _record(path: Path, number: int, line: str) -> dict[str, Any]:
     try:
-        record = json.loads(line)
+        record = parse(line)
     except ValueError:
         record = None
     if not isinstance(record, dict):

@@ -10,6 +10,7 @@ from launch.benching.sweep import OWN, Case, Form, growth, work_of
 from launch.measurement.engine.requests import TrainingAnswer
 from launch.measurement.requests import Communication, DecodeAnswer
 from launch.measurement.spread import Spread
+from tp.json_objects import typed
 
 
 @dataclass(frozen=True)
@@ -111,21 +112,9 @@ class Row:
         """From what `to_json` gave.
 
         Raises:
-            KeyError, TypeError: it came from something else.
+            ValueError: it came from something else.
         """
-        collectives, limit = fields["collectives"], fields["limit"]
-        return cls(
-            case=Case(**fields["case"]),
-            form=Form(**fields["form"]),
-            batch=fields["batch"],
-            tokens=fields["tokens"],
-            milliseconds=Spread(**fields["milliseconds"]),
-            tokens_per_s=Spread(**fields["tokens_per_s"]),
-            speed_up=_spread(fields["speed_up"]),
-            efficiency=_spread(fields["efficiency"]),
-            collectives=None if collectives is None else Collectives(**_spreads(collectives)),
-            limit=None if limit is None else Limit(**_spreads(limit)),
-        )
+        return typed(cls, fields, "a row")
 
 
 @dataclass(frozen=True)
@@ -203,11 +192,3 @@ def _limit(of: str, rates: Sequence[float] | None, amount: float, times: Sequenc
 
 def _spread_of(values: Sequence[float]) -> Spread | None:
     return Spread.of(values) if values else None
-
-
-def _spread(fields: Mapping[str, Any] | None) -> Spread | None:
-    return None if fields is None else Spread(**fields)
-
-
-def _spreads(fields: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: Spread(**value) if isinstance(value, Mapping) else value for name, value in fields.items()}

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from launch.arguments import positive
-from tp.planning.hardware import ANY_DEGREE
+from tp.planning.hardware import ANY_DEGREE, MOST_RANKS
 
 if TYPE_CHECKING:
     from tp.planning.plan import Workload
@@ -33,8 +33,8 @@ class Degrees:
         for part in text.split(","):
             first, dash, last = part.partition("-")
             low, high = positive(first), positive(last) if dash else 0
-            if dash and high < low:
-                raise argparse.ArgumentTypeError(f"{part!r} is not a range such as 1-8")
+            if dash and not low <= high <= MOST_RANKS:
+                raise argparse.ArgumentTypeError(f"{part!r} is not a range such as 1-8, up to {MOST_RANKS}")
             named += [] if dash else [low]
             ranged += range(low, high + 1) if dash else []
         return cls(tuple(named), tuple(ranged))

@@ -49,6 +49,6 @@ def draw(curves: Sequence[Curve], title: str, path: Path) -> None:
     axes.grid(True, linewidth=0.3)
     axes.legend()
     try:
-        figure.savefig(path, dpi=120)
+        figure.savefig(path, dpi=120, format="png")
     except OSError as error:
         raise RequestError(f"--plot {path} cannot be written: {error.strerror}") from error

@@ -6,12 +6,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeVar
 
+import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
 
 from tp.checkpoint.together import work_together
 from tp.errors import RequestError
 from tp.parallel.group import TensorParallelGroup
+from tp.parallel.timeouts import timeout_of
 
 T = TypeVar("T")
 
@@ -44,14 +45,18 @@ class TrainingGroups:
             raise RequestError(f"{world.size} ranks cannot be divided into {data_parallel_size} replicas of equal size")
         if data_parallel_size == 1:
             return cls(world, world, TensorParallelGroup.alone(world.device), world)
-        backend = dist.get_backend(world.process_group)
-        shape = (data_parallel_size, world.size // data_parallel_size)
-        device_type = world.device.type if backend == "nccl" else "cpu"  # gloo serves devices that ranks share
-        mesh = init_device_mesh(device_type, shape, mesh_dim_names=("dp", "tp"))
-        data, tensor = (TensorParallelGroup.from_process_group(mesh.get_group(d), world.device) for d in ("dp", "tp"))
+        assert world.process_group is not None
+        timeout = timeout_of(world.process_group, world.device)  # torch gives groups within the world 30 minutes
+        replicas = torch.arange(world.size).view(data_parallel_size, -1)
+        data, tensor = (
+            TensorParallelGroup.from_process_group(
+                dist.new_subgroups_by_enumeration(rows.tolist(), timeout=timeout)[0], world.device
+            )
+            for rows in (replicas.T, replicas)
+        )
         if tensor.size == 1:
             tensor = TensorParallelGroup.alone(world.device)
-        control = TensorParallelGroup.from_process_group(dist.new_group(backend="gloo"), "cpu")
+        control = TensorParallelGroup.from_process_group(dist.new_group(backend="gloo", timeout=timeout), "cpu")
         return cls(world, tensor, data, control)
 
     def together(self, action: Callable[[], T]) -> T:

@@ -45,11 +45,11 @@ def trace_serving(model: LanguageModel, request: TraceRequest) -> str:
 
 def trace_training(learner: Learner, request: TraceRequest) -> str:
     """Traces a step on every rank; gives the path of this rank's file."""
-    from tp.training import train_step
+    from tp.training import loss_module
 
     assert isinstance(request.request, TrainingRequest)
     path = _path(request, learner.model.group.rank)
-    loss = named_function(train_step, "chunked_head_cross_entropy", lambda *_: "lm_head and loss")
+    loss = named_function(loss_module, "chunked_head_cross_entropy", lambda *_: "lm_head and loss")
     with named_regions(learner.model), loss, _profiled(path, learner.model):
         train(learner, request.request)
     return str(path)

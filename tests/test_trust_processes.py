@@ -1,0 +1,259 @@
+"""Ranks die together, quickly, and the culprit is named; with the launcher goes all that it has started."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+from faulty_runs import TIMEOUT_S, TORCHRUN, Fault, Outcome, Run
+from pool import RankPool
+
+from launch import failures, heartbeat
+from launch.failures import Failure
+from launch.heartbeat import POLL_S, SILENCE_S, RankWatch
+from launch.undertaker import Undertaker
+from tp.errors import LostPeerError, RankFailedError, RequestError
+from tp.parallel import TensorParallelGroup
+from tp.parallel.timeouts import timeout_of
+from tp.training.groups import TrainingGroups
+
+ENDS_WITHIN_S = 10.0
+"""All processes, once the failure can be noticed."""
+AT_ONCE = 4
+"""Runs; most of their time is start-up and waiting."""
+PATIENCE_S = {"stop": SILENCE_S, "absent": TIMEOUT_S}
+ENDING = {
+    "raise": (RankFailedError, "failed with ValueError: boom on purpose"),
+    "memory": (RankFailedError, "failed with MemoryError"),
+    "typed": (RequestError, "refused on purpose"),
+    "kill": (RankFailedError, "was killed by SIGKILL (out of memory?)"),
+    "stop": (RankFailedError, "no heartbeat for 10 s: it was stopped, or hangs"),
+    "absent": (LostPeerError, ""),
+}
+"""By cause: whose exit status the run ends with, and what its last line says."""
+
+
+def outcomes(faults: list[Fault], directory: Path) -> list[Outcome]:
+    with ThreadPoolExecutor(AT_ONCE) as pool:
+        numbered = [(fault, directory / str(number)) for number, fault in enumerate(faults)]
+        return list(pool.map(lambda each: Run(*each).outcome(), numbered))
+
+
+def check(fault: Fault, outcome: Outcome) -> None:
+    kind, said = ENDING[fault.cause]
+    told = f"{fault}: {outcome}"
+    assert outcome.status == kind.exit_code, told
+    assert outcome.seconds < ENDS_WITHIN_S + PATIENCE_S.get(fault.cause, 0.0), told
+    assert not outcome.left, told
+    last = outcome.err.splitlines()[-1]
+    if (fault.cause, fault.phase) == ("typed", "load"):
+        assert outcome.err == f"error: {said}\n", told  # loading is agreed on: all ranks raise it, as one
+        return
+    culprit = f"rank {fault.rank}"
+    assert last.startswith(f"error: {culprit} ") and said in last and outcome.err.count(culprit) == 1, told
+    has_traceback = "Traceback" in outcome.err
+    assert has_traceback == (fault.cause in ("raise", "memory")), told
+    if not has_traceback and fault.cause != "kill":  # what that rank's libraries had said is told too
+        assert outcome.err.count("\n") == 1, told
+
+
+def test_a_rank_that_dies_or_stops_ends_the_run(tmp_path: Path) -> None:
+    """Two in `make test`; all causes in all phases in the long tests."""
+    faults = [Fault("stop", "decode"), Fault("kill", "backward", "gloo")]
+    for fault, outcome in zip(faults, outcomes(faults, tmp_path), strict=True):
+        check(fault, outcome)
+
+
+PHASES = ("start", "load", "prefill", "decode", "forward", "backward", "save")
+INSIDE = ("decode collective", "training collective")
+ALL = {
+    "shared memory": [
+        Fault(cause, phase) for cause in ENDING for phase in (*PHASES, *INSIDE) if (cause, phase) != ("absent", "load")
+    ],
+    "gloo": [
+        Fault(cause, phase, "gloo")
+        for cause in ("raise", "kill", "stop", "absent")
+        for phase in ("prefill", "decode", "forward", "backward", "save", *INSIDE)
+    ],
+    "data parallel": [
+        Fault(cause, phase, "data parallel")
+        for cause in ("raise", "kill", "stop", "absent")
+        for phase in ("forward", "backward")
+    ]
+    + [Fault(cause, "save", "data parallel", rank=0) for cause in ("raise", "kill", "stop")],
+}
+"""A rank that is away while it loads, or while it saves for all replicas, is at work."""
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("cause", ENDING)
+@pytest.mark.parametrize("communicator", ALL)
+def test_every_cause_in_every_phase(communicator: str, cause: str, tmp_path: Path) -> None:
+    faults = [fault for fault in ALL[communicator] if fault.cause == cause]
+    if not faults:
+        return
+    found = outcomes(faults, tmp_path)
+    print(*(f"{outcome.seconds:.1f} s: {fault}" for fault, outcome in zip(faults, found, strict=True)), sep="\n")
+    for fault, outcome in zip(faults, found, strict=True):
+        check(fault, outcome)
+
+
+@pytest.mark.parametrize(
+    "how, phase",
+    [
+        (signal.SIGKILL, "start"),
+        pytest.param(signal.SIGINT, "load", marks=pytest.mark.long),
+        *(
+            pytest.param(how, phase, marks=pytest.mark.long)
+            for how in (signal.SIGKILL, signal.SIGINT, signal.SIGTERM)
+            for phase in ("decode", "backward")
+        ),
+    ],
+)
+def test_nothing_is_left_of_a_run_whose_launcher_is_ended(how: signal.Signals, phase: str, tmp_path: Path) -> None:
+    """One rank sleeps, the other waits for it. Ranks that train take SIGTERM for a request: it is sent twice."""
+    run = Run(Fault("absent", phase), tmp_path)
+    run.wait_for_start()
+    run.wait_for_failure()
+    if (how, phase) == (signal.SIGTERM, "backward"):
+        run.process.send_signal(how)
+        time.sleep(1.5)
+    began = time.time()
+    run.process.send_signal(how)
+    outcome = run.outcome(began)
+    assert outcome.seconds < ENDS_WITHIN_S and not outcome.left, outcome
+    assert outcome.status == (-how if how == signal.SIGKILL else 128 + how) and outcome.err == ""
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("cause", ENDING)
+def test_torchrun_ends_too_and_our_ranks_say_why(cause: str, tmp_path: Path) -> None:
+    """It gives ranks that do not hear SIGTERM half a minute, and looks for no heartbeat."""
+    noticed_s, torchruns_grace_s = {"stop": (60.0, 30.0), "absent": (TIMEOUT_S, 30.0)}.get(cause, (0.0, 0.0))
+    outcome = Run(Fault(cause, "decode"), tmp_path, TORCHRUN).outcome()
+    assert outcome.status != 0 and not outcome.left, outcome
+    assert outcome.seconds < ENDS_WITHIN_S + noticed_s + torchruns_grace_s, outcome
+    said = {"stop": "did not enter", "absent": "did not enter", "kill": "Signal 9 (SIGKILL)"}
+    assert said.get(cause, ENDING[cause][1]) in outcome.err, outcome
+
+
+@pytest.mark.long
+def test_ranks_go_with_torchrun(tmp_path: Path) -> None:
+    """What ranks have started themselves stays, with torchrun."""
+    run = Run(Fault("absent", "decode"), tmp_path, TORCHRUN)
+    run.wait_for_failure()
+    run.process.kill()
+    outcome = run.outcome(time.time(), patience_s=5.0)
+    assert not outcome.left, outcome
+
+
+# The parts
+
+
+def processes(*commands: list[str]) -> list[subprocess.Popen[bytes]]:
+    return [subprocess.Popen(command, start_new_session=True) for command in commands]
+
+
+SLEEPS, COMPUTES = ["sleep", "60"], ["sh", "-c", "while :; do :; done"]
+
+
+@pytest.mark.parametrize(
+    "command, beats, stopped, ends",
+    [
+        (SLEEPS, "never", True, True),
+        (SLEEPS, "never", False, False),  # an interpreter that starts
+        (SLEEPS, "once", False, True),  # a call that holds the interpreter
+        (SLEEPS, "always", False, False),
+        (COMPUTES, "once", False, False),
+        (COMPUTES, "once", True, True),
+    ],
+)
+def test_a_rank_that_shows_no_sign_of_life_is_ended(
+    command: list[str], beats: str, stopped: bool, ends: bool, tmp_path: Path
+) -> None:
+    (process,) = processes(command)
+    beat = (tmp_path / heartbeat.NAME).touch
+    if beats != "never":
+        beat()
+    if stopped:
+        process.send_signal(signal.SIGSTOP)
+    watch = RankWatch(5, process.pid, tmp_path / "error.json")
+    try:
+        for _ in range(3 * int(SILENCE_S / POLL_S) // 2):
+            time.sleep(0.03)
+            if beats == "always":
+                beat()
+            watch.look()
+        status = process.wait(5) if ends else process.poll()
+    finally:
+        process.kill()
+        process.wait()
+    assert status == (-signal.SIGKILL if ends else None)
+    assert (tmp_path / "error.json").exists() == ends
+    if ends:
+        assert json.loads((tmp_path / "error.json").read_text())[failures.ENTRY]["rank"] == 5
+
+
+def test_what_stops_all_processes_accuses_no_rank(tmp_path: Path) -> None:
+    """The launcher too: it does not look while it is stopped, however long that is."""
+    (process,) = processes(SLEEPS)
+    process.send_signal(signal.SIGSTOP)
+    watch = RankWatch(0, process.pid, tmp_path / "error.json")
+    for _ in range(int(SILENCE_S / POLL_S)):
+        watch.look()
+    process.send_signal(signal.SIGCONT)
+    time.sleep(0.1)
+    watch.look()
+    assert process.poll() is None
+    process.kill()
+    process.wait()
+
+
+def test_a_rank_beats_as_long_as_its_interpreter_runs(tmp_path: Path) -> None:
+    heartbeat.begin(tmp_path / "error.json")
+    first = (tmp_path / heartbeat.NAME).stat().st_mtime_ns
+    time.sleep(heartbeat.BEAT_S + 0.5)
+    assert (tmp_path / heartbeat.NAME).stat().st_mtime_ns > first
+
+
+def test_the_undertaker_ends_what_is_left_and_removes_the_directory() -> None:
+    left, kept = processes(SLEEPS, SLEEPS)
+    with Undertaker() as undertaker:
+        Path(undertaker.directory, "file").touch()
+        undertaker.take_over([left.pid])
+    assert left.wait(5) == -signal.SIGKILL and not Path(undertaker.directory).exists()
+    with Undertaker() as undertaker:
+        undertaker.take_over([kept.pid])
+        undertaker.let_go()
+    assert kept.poll() is None and not Path(undertaker.directory).exists()
+    kept.kill()
+    kept.wait()
+
+
+def test_the_one_rank_that_did_not_come_is_blamed() -> None:
+    waited = Failure.of(0, RuntimeError("[gloo/transport/tcp/buffer.cc:72] Timed out waiting 5000ms for recv"))
+    told = failures.blamed_on(waited, {1}).story(2, together=False, debug=False)
+    assert told.startswith("error: rank 1 of 2: did not come to a collective of the others: ")
+    named = Failure.of(0, LostPeerError("rank 3 (process 7) ended during all_reduce"))
+    assert failures.blamed_on(named, {1}) is named
+    assert named.story(4, together=False, debug=False) == "error: rank 3 (process 7) ended during all_reduce\n"
+    for absent in (set(), {1, 2}):
+        assert failures.blamed_on(waited, absent) is waited
+    assert failures.blamed_on(Failure.of(0, ValueError("x")), {1}).rank == 0
+
+
+def _timeouts_of_groups(world: TensorParallelGroup) -> list[float]:
+    groups = TrainingGroups.of(world, 2)
+    made = (world, groups.data, groups.tensor, groups.control)
+    return [timeout_of(group.process_group).total_seconds() for group in made]
+
+
+def test_groups_within_a_training_run_wait_as_long_as_the_run_says(ranks: RankPool) -> None:
+    """torch would give them half an hour."""
+    for world, *others in ranks(4).run(_timeouts_of_groups):
+        assert others == [world] * 3 and world < 1800.0
