@@ -294,7 +294,7 @@ def test_what_a_template_cannot_do_is_a_clear_error(tokenizer: Any) -> None:
     for template, turns, complaint in (
         (FORGETFUL, [("user", "a"), ("assistant", "b|c"), ("user", "d")], "before message 3 otherwise once that joins"),
         (CHATML, [("assistant", "a"), ("user", "b")], "the assistant's message comes first"),
-        ("{{ raise_exception('no such role') }}", TURNS, "chat template refuses it: no such role"),
+        ("{{ raise_exception('no such role') }}", TURNS, "chat template refuses these messages: no such role"),
         ("{{ messages[0]['content'] }}", TURNS, "leaves no token of an answer to learn"),
         (None, TURNS, "this tokenizer has none"),
     ):

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from tp.errors import ConfigError
 from tp.families import FAMILIES, FIXED_FIELDS, INERT_FIELDS, READ_FIELDS, Family
+from tp.json_objects import typed
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -19,9 +20,24 @@ if TYPE_CHECKING:
 ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "yarn")
 LARGEST_COUNT = 2**31
 """Above any size of a model; what is larger is damage, and would overflow in torch."""
+LARGEST: Mapping[str, int] = {
+    "num_layers": 4096,
+    "num_attention_heads": 2**16,
+    "num_kv_heads": 2**16,
+    "head_dim": 2**16,
+}
+"""Of what is gone through one by one, or takes memory before it is known what fits."""
+LARGEST_MATRIX = 2**48
+"""Elements; their bytes can be counted in 64 bits, with room to add matrices up."""
 ACTIVATIONS = ("silu", "gelu", "gelu_pytorch_tanh", "relu")
 NORMS = ("rms_norm", "layer_norm")
 NORM_PLACEMENTS = ("pre", "post", "sandwich")
+LOOPED_FIELDS: Mapping[str, str] = {
+    "num_hidden_layers": "num_layers",
+    "num_attention_heads": "num_attention_heads",
+    "num_key_value_heads": "num_kv_heads",
+}
+"""Fields of a Hub config by which transformers makes lists, with our names of them."""
 OWN_FIELDS = {name for family in FAMILIES.values() for name in family.own_fields}
 """Attributes of `ModelConfig` that only some family's config can say."""
 
@@ -67,7 +83,10 @@ class RopeConfig:
             raise ConfigError("rope_parameters.partial_rotary_factor other than 1.0 is not supported")
         if unknown := sorted(given.keys() - known):
             raise ConfigError(f"rope_parameters has unknown setting {unknown[0]!r} for rope type {rope_type!r}")
-        rope = cls(**given)
+        try:
+            rope = typed(cls, given, "rope_parameters")
+        except ValueError as error:
+            raise ConfigError(str(error)) from error
         needed = {
             "linear": ("factor",),
             "dynamic": ("factor",),
@@ -77,10 +96,23 @@ class RopeConfig:
         for name in needed:
             if getattr(rope, name) is None:
                 raise ConfigError(f"rope type {rope_type!r} needs rope_parameters.{name}, which is absent")
-        _check_positive("rope_parameters.", rope_theta=rope.rope_theta, factor=rope.factor)
-        if rope_type == "yarn" and rope.rope_theta == 1:
-            raise ConfigError("rope_parameters.rope_theta is 1: rope type 'yarn' divides by its logarithm")
+        rope._check()
         return rope
+
+    def _check(self) -> None:
+        positive = {name: value for name, value in asdict(self).items() if name not in ("rope_type", "truncate")}
+        _check_positive("rope_parameters.", **positive)
+        if self.original_max_position_embeddings is not None:
+            _check_counts("rope_parameters.", original_max_position_embeddings=self.original_max_position_embeddings)
+        if self.rope_theta < 1:
+            raise ConfigError(f"rope_parameters.rope_theta is {self.rope_theta}: it must be at least 1")
+        if self.rope_type == "yarn" and self.rope_theta < 1.01:
+            raise ConfigError(
+                f"rope_parameters.rope_theta is {self.rope_theta:g}: rope type 'yarn' divides by its logarithm"
+            )
+        low, high = self.low_freq_factor, self.high_freq_factor
+        if low is not None and high is not None and low >= high:
+            raise ConfigError(f"rope_parameters.low_freq_factor {low} is not below high_freq_factor {high}")
 
     def to_hf(self) -> dict[str, Any]:
         """The `rope_parameters` of a Hub config, without the settings that the type does not use."""
@@ -193,10 +225,11 @@ class ModelConfig:
         if architectures[0] not in (None, family.architecture):
             raise ConfigError(f"architecture {architectures[0]!r} is not supported for {model_type}: "
                               f"only {family.architecture}")  # fmt: skip
+        _check_counts(**{ours: given[name] for name, ours in LOOPED_FIELDS.items() if given.get(name) is not None})
         hub = _complete(given, model_type)
 
-        def trait(value: bool | str) -> bool:
-            return value if isinstance(value, bool) else bool(hub[value])
+        def trait(value: bool | str) -> Any:
+            return value if isinstance(value, bool) else hub[value]
 
         head_dim = hub.get("head_dim") or hub["hidden_size"] // max(1, hub["num_attention_heads"])
         return cls(
@@ -280,6 +313,7 @@ class ModelConfig:
             vocab_size=self.vocab_size,
             max_position_embeddings=self.max_position_embeddings,
         )
+        self._check_matrices()
         _check_positive(norm_eps=self.norm_eps)
         if self.num_attention_heads % self.num_kv_heads:
             raise ConfigError(
@@ -287,19 +321,54 @@ class ModelConfig:
             )
         if self.head_dim % 2:
             raise ConfigError(f"head_dim {self.head_dim} is odd: the rotary embedding turns pairs of channels")
+        if self.head_dim == 2 and self.rope.rope_type == "dynamic":
+            raise ConfigError("head_dim is 2: rope type 'dynamic' divides by head_dim - 2")
         _check_choice("activation", self.activation, ACTIVATIONS)
         _check_choice("norm", self.norm, NORMS)
         _check_choice("norm_placement", self.norm_placement, NORM_PLACEMENTS)
         self._check_own_fields()
+        self._check_switches()
+        self._check_token_ids()
         if len(self.sliding_windows) != self.num_layers:
             raise ConfigError(f"{len(self.sliding_windows)} sliding windows for {self.num_layers} layers")
-        for window in self.sliding_windows:
-            _check_positive(sliding_window=window)
+        for window in set(self.sliding_windows) - {None}:
+            _check_counts(sliding_window=window)
+
+    def _check_matrices(self) -> None:
+        widths = {
+            "vocab_size": self.vocab_size,
+            "intermediate_size": self.intermediate_size,
+            "num_attention_heads * head_dim": self.num_attention_heads * self.head_dim,
+        }
+        for name, width in widths.items():
+            if width * self.hidden_size > LARGEST_MATRIX:
+                raise ConfigError(
+                    f"a matrix of {name} ({width}) by hidden_size ({self.hidden_size}) would have more than 2^48 "
+                    "elements"
+                )
+
+    def _check_switches(self) -> None:
+        switches = ("gated_mlp", "qkv_bias", "attention_output_bias", "mlp_bias", "qk_norm", "tie_word_embeddings")
+        for name in switches:
+            if not isinstance(getattr(self, name), bool):
+                raise ConfigError(f"{name} is {getattr(self, name)!r}: it must be true or false")
+        for name, highest in (("attention_dropout", 1.0), ("initializer_range", float("inf"))):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < highest:
+                raise ConfigError(f"{name} is {value!r}: it must be a number from 0, below {highest:g}")
+        if self.dtype is not None and not isinstance(self.dtype, str):
+            raise ConfigError(f"dtype is {self.dtype!r}: it must be a name")
+
+    def _check_token_ids(self) -> None:
+        named = {"bos_token_id": self.bos_token_id, "pad_token_id": self.pad_token_id}
+        ends = {f"eos_token_id {place}": token for place, token in enumerate(self.eos_token_ids)}
+        for name, token in {**named, **ends}.items():
+            known = isinstance(token, int) and not isinstance(token, bool) and -1 <= token < LARGEST_COUNT
+            if not known and not (token is None and name in named):
+                raise ConfigError(f"{name} is {token!r}: it must be a token id")
 
     def _check_own_fields(self) -> None:
         """Only the family that writes these fields to its config may have another value than all others have."""
-        if not isinstance(self.gated_mlp, bool):
-            raise ConfigError(f"gated_mlp is {self.gated_mlp!r}: it must be true or false")
         for field in fields(self):
             if field.name in OWN_FIELDS - self.family.own_fields.keys():
                 value = getattr(self, field.name)
@@ -378,11 +447,14 @@ def _check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
 
 def _check_positive(prefix: str = "", **values: float | None) -> None:
     for name, value in values.items():
-        if value is not None and not (isinstance(value, (int, float)) and value > 0):
+        number = isinstance(value, (int, float)) and not isinstance(value, bool)
+        if value is not None and not (number and 0 < value < float("inf")):
             raise ConfigError(f"{prefix}{name} is {value!r}: it must be a positive number")
 
 
-def _check_counts(**values: int) -> None:
+def _check_counts(prefix: str = "", **values: Any) -> None:
     for name, value in values.items():
-        if not isinstance(value, int) or isinstance(value, bool) or not 0 < value < LARGEST_COUNT:
-            raise ConfigError(f"{name} is {value!r}: it must be a positive integer below 2^31")
+        largest = LARGEST.get(name, LARGEST_COUNT - 1)
+        if not isinstance(value, int) or isinstance(value, bool) or not 0 < value <= largest:
+            limit = f"of at most {largest}" if name in LARGEST else "below 2^31"
+            raise ConfigError(f"{prefix}{name} is {value!r}: it must be a positive integer {limit}")

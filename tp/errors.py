@@ -1,14 +1,21 @@
 """Every error a user can cause or meet, as a type of its own.
 
-A message is one or two lines: what is wrong, where, the values, and what to do about it.
+A message is one or two lines: what is wrong, where, the values, and what to do about it. What it quotes may come from a
+hostile file: it is shown shortened, and without characters that a terminal would obey.
 Commands print the message alone; ``--debug`` adds the traceback.
 """
+
+LONGEST_MESSAGE = 1200
+"""Characters; the middle of a longer message is left out."""
 
 
 class TensorParallelError(Exception):
     """Base of all typed errors; `exit_code` is the status a command ends with."""
 
     exit_code = 1
+
+    def __str__(self) -> str:
+        return _printable(super().__str__())
 
 
 class ConfigError(TensorParallelError, ValueError):
@@ -74,3 +81,10 @@ class BuildError(TensorParallelError):
 def first_line(error: BaseException) -> str:
     """What another library's error says, in one line, for a message of ours; its type where it says nothing."""
     return (str(error).strip().splitlines() or [type(error).__name__])[0]
+
+
+def _printable(text: str) -> str:
+    if len(text) > LONGEST_MESSAGE:
+        kept = LONGEST_MESSAGE // 2
+        text = f"{text[:kept]} ... {text[-kept:]}"
+    return "".join(c if c.isprintable() or c == "\n" else repr(c)[1:-1] for c in text)

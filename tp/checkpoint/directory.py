@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from tp.checkpoint.safetensors_source import SafetensorsSource
 from tp.errors import CheckpointError
+from tp.json_objects import read_object
 
 CONFIG = "config.json"
 GENERATION_CONFIG = "generation_config.json"
@@ -25,15 +25,7 @@ def read_json(path: Path) -> dict[str, Any]:
     Raises:
         CheckpointError: absent, unreadable, or no JSON object.
     """
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
-    except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{path} is not valid JSON: {error}") from error
-    if not isinstance(content, dict):
-        raise CheckpointError(f"{path} holds a {type(content).__name__}, not a JSON object")
-    return content
+    return read_object(path, CheckpointError)
 
 
 def read_config(directory: Path) -> dict[str, Any]:

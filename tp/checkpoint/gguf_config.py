@@ -105,7 +105,7 @@ class _Settings:
 
     def integer(self, key: str, *default: int) -> int:
         value = self.take(key, *default)
-        if not isinstance(value, int):
+        if not isinstance(value, int) or isinstance(value, bool):
             raise CheckpointError(f"{self.path}: {self.architecture}.{key} is {value!r}, not an integer")
         return value
 
@@ -129,6 +129,8 @@ def _vocab_size(header: GgufHeader, settings: _Settings) -> int:
     embedding = header.tensors.get("token_embd.weight")
     if embedding is None:
         raise CheckpointError(f"{header.path} has no token_embd.weight: it is not a complete model")
+    if len(embedding.shape) != 2:
+        raise CheckpointError(f"{header.path}: token_embd.weight {list(embedding.shape)} is no matrix")
     rows = embedding.shape[0]
     settings.require("vocab_size", rows)
     return rows

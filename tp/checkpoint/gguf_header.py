@@ -1,7 +1,7 @@
 """The header of a GGUF file: metadata and the table of tensors.
 
 The layout is that of version 2 and 3 of the format (ggml's docs/gguf.md): magic, version, counts, key-value
-pairs, tensor infos, padding, tensor data. Arrays of strings, the vocabulary, are stepped over: as Python objects
+pairs, tensor infos, padding, tensor data. Long arrays, those of the vocabulary, are stepped over: as Python objects
 they would take hundreds of megabytes on every rank, for a loader that needs none of them.
 """
 
@@ -24,6 +24,11 @@ _SCALARS: Mapping[int, str] = {
     0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d",
 }  # fmt: skip
 _STRING, _ARRAY = 8, 9
+LARGEST_HEADER = 2**26
+"""Bytes, above any vocabulary's; what claims more is damaged, and is not searched to its end."""
+LONGEST_ARRAY = 2**14
+"""Numbers of an array that is kept: settings by layer."""
+MOST_DIMENSIONS = 4
 
 
 @dataclass(frozen=True)
@@ -50,7 +55,7 @@ class GgufHeader:
     """Metadata and tensors of a GGUF file.
 
     Attributes:
-        metadata: scalars, strings and arrays of numbers; arrays of strings are left out.
+        metadata: scalars, strings and arrays of numbers; None for arrays of strings and for long ones.
         tensors: by their GGUF names.
     """
 
@@ -66,11 +71,14 @@ class GgufHeader:
             CheckpointError: no GGUF file, another version or byte order, or a damaged or truncated one.
         """
         try:
-            with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+            if not path.is_file():
+                raise CheckpointError(f"{path} cannot be read: it is not a regular file")
+            length = min(path.stat().st_size, LARGEST_HEADER)
+            with path.open("rb") as file, mmap.mmap(file.fileno(), length, access=mmap.ACCESS_READ) as data:
                 return _Parser(path, data).header()
         except OSError as error:
             raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
-        except (struct.error, ValueError, TypeError, KeyError, OverflowError, MemoryError) as error:
+        except (struct.error, ValueError, OverflowError) as error:
             raise CheckpointError(f"{path} is a damaged or truncated GGUF file: {error}") from error
 
 
@@ -92,15 +100,18 @@ class _Parser:
         metadata: dict[str, Any] = {}
         for _ in range(num_pairs):
             key = self.string()
-            value = self.value(self.take("I")[0])
-            if value is not None:
-                metadata[key] = value
-        infos = {self.string(): self.tensor_info() for _ in range(num_tensors)}
-        if len(infos) != num_tensors:
-            raise ValueError("two tensors have the same name")
-        alignment = int(metadata.get("general.alignment", 32))
-        if alignment < 1:
-            raise ValueError(f"alignment is {alignment}")
+            if key in metadata:
+                raise ValueError(f"{key!r} is set twice")
+            metadata[key] = self.value(self.take("I")[0])
+        infos: dict[str, tuple[tuple[int, ...], int, int]] = {}
+        for _ in range(num_tensors):
+            name = self.string()
+            if name in infos:
+                raise ValueError("two tensors have the same name")
+            infos[name] = self.tensor_info()
+        alignment = metadata.get("general.alignment", 32)
+        if type(alignment) is not int or alignment < 1 or alignment & (alignment - 1):
+            raise ValueError(f"general.alignment is {alignment!r}, no power of two")
         origin = ceil_div(self.position, alignment) * alignment
         tensors = {name: GgufTensor(shape, kind, origin + start) for name, (shape, kind, start) in infos.items()}
         return GgufHeader(self.path, metadata, tensors)
@@ -122,24 +133,31 @@ class _Parser:
             raise ValueError("a string or array reaches past the end")
 
     def value(self, kind: int) -> Any:
-        """One metadata value; None for an array of strings, which is stepped over."""
+        """One metadata value; None for an array of strings or of many numbers, which is stepped over."""
         if kind == _STRING:
             return self.string()
         if kind != _ARRAY:
-            return self.take(_SCALARS[kind])[0]
+            return self.take(_code(kind))[0]
         item_kind, count = self.take("IQ")
         if item_kind == _STRING:
             for _ in range(count):
                 self.skip(self.take("Q")[0])
             return None
-        begin, code = self.position, _SCALARS[item_kind]
+        begin, code = self.position, _code(item_kind)
         self.skip(count * struct.calcsize("<" + code))
-        return list(struct.unpack_from(f"<{count}{code}", self.data, begin))
+        return list(struct.unpack_from(f"<{count}{code}", self.data, begin)) if count <= LONGEST_ARRAY else None
 
     def tensor_info(self) -> tuple[tuple[int, ...], int, int]:
         (num_dims,) = self.take("I")
-        if num_dims > 4:
+        if num_dims > MOST_DIMENSIONS:
             raise ValueError(f"a tensor has {num_dims} dimensions")
         dims = self.take(f"{num_dims}Q")
         kind, start = self.take("IQ")
         return tuple(reversed(dims)), kind, start
+
+
+def _code(kind: int) -> str:
+    """Of `struct`, of a kind of scalar."""
+    if kind not in _SCALARS:
+        raise ValueError(f"there is no type {kind} of values")
+    return _SCALARS[kind]

@@ -23,7 +23,7 @@ _PER_LAYER: Mapping[str, str] = {
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
 }
-_NAME = re.compile(r"(?:blk\.(?P<layer>\d+)\.)?(?P<stem>\w+)\.(?P<kind>weight|bias)")
+_NAME = re.compile(r"(?:blk\.(?P<layer>0|[1-9][0-9]{0,8})\.)?(?P<stem>[a-z_]+)\.(?P<kind>weight|bias)")
 
 
 def hub_name(gguf_name: str) -> str | None:
@@ -34,4 +34,4 @@ def hub_name(gguf_name: str) -> str | None:
     layer, stem, kind = match["layer"], match["stem"], match["kind"]
     if layer is None:
         return f"{_WHOLE_MODEL[stem]}.{kind}" if stem in _WHOLE_MODEL else None
-    return f"model.layers.{int(layer)}.{_PER_LAYER[stem]}.{kind}" if stem in _PER_LAYER else None
+    return f"model.layers.{layer}.{_PER_LAYER[stem]}.{kind}" if stem in _PER_LAYER else None

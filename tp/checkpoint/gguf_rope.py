@@ -19,6 +19,7 @@ ROPE_FACTORS = "rope_freqs.weight"
 _TOLERANCE = 1e-5
 _USUAL_BANDS = ((1.0, 4.0, 8192), *((1.0, 4.0, 2**k) for k in range(2, 22)))
 _FLOAT32 = 0  # ggml's number of the type
+_MOST_FACTORS = 2**16  # above half of any head_dim
 
 
 def read_rope_factors(header: GgufHeader) -> Tensor | None:
@@ -30,9 +31,9 @@ def read_rope_factors(header: GgufHeader) -> Tensor | None:
     stored = header.tensors.get(ROPE_FACTORS)
     if stored is None:
         return None
-    if len(stored.shape) != 1 or stored.type_id != _FLOAT32:
-        raise CheckpointError(f"{header.path}: {ROPE_FACTORS} is not a float32 vector")
-    values = torch.empty(min(stored.numel, header.path.stat().st_size // 4))
+    if len(stored.shape) != 1 or stored.type_id != _FLOAT32 or stored.numel > _MOST_FACTORS:
+        raise CheckpointError(f"{header.path}: {ROPE_FACTORS} is not a float32 vector of at most {_MOST_FACTORS}")
+    values = torch.empty(stored.numel)
     file = FileReader(header.path)
     try:
         file.read_runs(stored.offset, values.nbytes, values.nbytes, bytes_of(values))
@@ -70,6 +71,8 @@ def rope_parameters(
         raise CheckpointError(f"rope scaling type {kind!r} is not supported: choose from none, linear, yarn")
     if factors is None or bool((factors == 1).all()):
         return parameters
+    if 2 * len(factors) != head_dim:
+        raise CheckpointError(f"{ROPE_FACTORS} has {len(factors)} values for a head_dim of {head_dim}")
     if parameters["rope_type"] != "default":
         raise CheckpointError(f"{ROPE_FACTORS} together with rope scaling type {kind!r} is not supported")
     return parameters | _llama3_parameters(factors, parameters["rope_theta"], head_dim)

@@ -68,6 +68,7 @@ class GgufSource:
         for name, tensor in header.tensors.items():
             if name != ROPE_FACTORS:
                 self._add(header, name, tensor)
+        self._check_apart()
 
     def read_into(self, name: str, dim: int, start: int, length: int, out: Tensor) -> int:
         stored, blocks = self.tensors[name], self._blocks[name]
@@ -86,6 +87,8 @@ class GgufSource:
 
     def _add(self, header: GgufHeader, gguf_name: str, tensor: GgufTensor) -> None:
         name = hub_name(gguf_name) or gguf_name
+        if name in self.tensors:
+            raise CheckpointError(f"{header.path} is damaged: two of its tensors are {name}")
         try:
             kind = gguf.GGMLQuantizationType(tensor.type_id)
             block_size, block_bytes = gguf.GGML_QUANT_SIZES[kind]
@@ -105,6 +108,14 @@ class GgufSource:
             raise CheckpointError(f"{header.path}: {gguf_name} {list(tensor.shape)} is not made of {heads} heads")
         self.tensors[name] = StoredTensor(tensor.shape, kind.name, _decoded_dtype(kind, block_bytes))
         self._blocks[name] = _Blocks(tensor.offset, kind, block_size, block_bytes, heads)
+
+    def _check_apart(self) -> None:
+        """No two tensors share bytes."""
+        end = 0
+        for name, blocks in sorted(self._blocks.items(), key=lambda item: item[1].offset):
+            if blocks.offset < end:
+                raise CheckpointError(f"{self._file.path} is damaged: {name} shares bytes with the tensor before it")
+            end = blocks.offset + self.tensors[name].numel // blocks.block_size * blocks.block_bytes
 
     def _decode(self, blocks: _Blocks, columns: int, head_dim: int, window: Window, target: Tensor) -> int:
         """Decodes the blocks and whole heads that cover a window, some rows at a time, and copies what lies inside."""

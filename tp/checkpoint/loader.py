@@ -14,6 +14,7 @@ from torch import nn
 
 from tp.checkpoint import directory, hub
 from tp.checkpoint.coverage import check_against_file, check_over_group
+from tp.checkpoint.same_checkpoint import check_same_checkpoint, check_same_values
 from tp.checkpoint.tensor_source import TensorSource, chunks
 from tp.checkpoint.together import work_together
 from tp.checkpoint.tokenizer import tokenizer_of_directory, tokenizer_of_gguf
@@ -97,10 +98,12 @@ class Checkpoint:
 
         Raises:
             CheckpointError: as `verify`, or a file that cannot be read.
+            CommunicationError: ranks have files with different values.
         """
         began = time.perf_counter()
         self.verify(model)
-        bytes_read = work_together(self.group, lambda: self._read(model, progress))
+        bytes_read = check_same_values(self.source, self.group)
+        bytes_read += work_together(self.group, lambda: self._read(model, progress))
         return LoadReport(bytes_read, time.perf_counter() - began)
 
     def close(self) -> None:
@@ -157,6 +160,7 @@ def open_checkpoint(path: str | Path, group: TensorParallelGroup) -> Checkpoint:
     Raises:
         CheckpointError: nothing there, not a checkpoint, incomplete or damaged.
         ConfigError: a model that is not supported, or a degree above its number of query heads.
+        CommunicationError: ranks opened different checkpoints.
     """
     resolved = hub.resolve(str(path), group)
 
@@ -165,7 +169,9 @@ def open_checkpoint(path: str | Path, group: TensorParallelGroup) -> Checkpoint:
         checkpoint.config.check_degree(group.size)
         return checkpoint
 
-    return group.agree(open_there)
+    checkpoint = group.agree(open_there)
+    check_same_checkpoint(checkpoint)
+    return checkpoint
 
 
 def _open_directory(path: Path, group: TensorParallelGroup) -> Checkpoint:

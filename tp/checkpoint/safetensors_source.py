@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +13,7 @@ from torch import Tensor
 from tp.checkpoint.file_reader import FileReader, read_plain
 from tp.checkpoint.tensor_source import StoredTensor, num_columns, window_of
 from tp.errors import CheckpointError
+from tp.json_objects import LARGEST_BYTES, parse
 
 TORCH_DTYPES: Mapping[str, torch.dtype] = {
     "F64": torch.float64,
@@ -21,8 +21,14 @@ TORCH_DTYPES: Mapping[str, torch.dtype] = {
     "F16": torch.float16,
     "BF16": torch.bfloat16,
 }
-MAX_HEADER_BYTES = 100_000_000
-"""Larger headers are refused, as the safetensors library itself does."""
+ITEM_BITS: Mapping[str, int] = {
+    "BOOL": 8, "U8": 8, "I8": 8, "U16": 16, "I16": 16, "U32": 32, "I32": 32, "U64": 64, "I64": 64, "C64": 64,
+    "F4": 4, "F6_E2M3": 6, "F6_E3M2": 6, "F8_E5M2": 8, "F8_E4M3": 8, "F8_E8M0": 8,
+    "F8_E4M3FNUZ": 8, "F8_E5M2FNUZ": 8, "BF16": 16, "F16": 16, "F32": 32, "F64": 64,
+}  # fmt: skip
+"""Every element type of the format."""
+MOST_DIMENSIONS = 8
+"""Of a tensor in a file; those of a decoder have two."""
 
 
 @dataclass(frozen=True)
@@ -79,29 +85,74 @@ def _read_header(file: FileReader) -> dict[str, tuple[StoredTensor, int]]:
     except OSError as error:
         raise CheckpointError(f"{file.path} cannot be read: {error.strerror}") from error
     length = int.from_bytes(_read_bytes(file, 0, 8), "little") if size >= 8 else 0
-    if not 2 <= length <= min(MAX_HEADER_BYTES, size - 8):
+    if not 2 <= length <= min(LARGEST_BYTES, size - 8):
         raise CheckpointError(f"{file.path} is not a safetensors file, or is truncated")
+    origin = 8 + length
     try:
-        header = json.loads(_read_bytes(file, 8, length))
-        entries = {name: entry for name, entry in header.items() if name != "__metadata__"}
-        return {name: _describe(file.path, name, entry, 8 + length, size) for name, entry in entries.items()}
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise CheckpointError(f"{file.path} has a damaged safetensors header: {error}") from error
+        header = parse(_read_bytes(file, 8, length))
+        metadata = header.get("__metadata__", {})
+        if not isinstance(metadata, dict) or not all(isinstance(text, str) for text in metadata.values()):
+            raise ValueError("__metadata__ is no object of strings")
+        entries = {name: _entry(entry) for name, entry in header.items() if name != "__metadata__"}
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CheckpointError(f"{file.path} has a damaged safetensors header: {_said(error)}") from error
+    for name, entry in entries.items():
+        _check_extent(file.path, name, entry, origin, size)
+    _check_tiled(file.path, entries, size - origin)
+    return {name: (entry.tensor, origin + entry.begin) for name, entry in entries.items()}
 
 
-def _describe(path: Path, name: str, entry: Mapping[str, Any], origin: int, size: int) -> tuple[StoredTensor, int]:
-    begin, end = (int(position) for position in entry["data_offsets"])
-    dtype = str(entry["dtype"])
-    tensor = StoredTensor(tuple(int(extent) for extent in entry["shape"]), dtype, TORCH_DTYPES.get(dtype))
-    if origin + end > size:
-        raise CheckpointError(f"{path} is truncated: {name} ends at byte {origin + end} of {size}, fetch it again")
-    if tensor.torch_dtype is not None and end - begin != tensor.numel * tensor.torch_dtype.itemsize:
+def _said(error: Exception) -> str:
+    return f"it lacks {error}" if isinstance(error, KeyError) else str(error)
+
+
+@dataclass(frozen=True)
+class _Entry:
+    """What a header says of one tensor; `begin` and `end` count from the end of the header."""
+
+    tensor: StoredTensor
+    begin: int
+    end: int
+
+
+def _entry(entry: Mapping[str, Any]) -> _Entry:
+    begin, end = entry["data_offsets"]
+    shape, dtype = entry["shape"], entry["dtype"]
+    if not isinstance(shape, list) or not all(type(number) is int for number in (begin, end, *shape)):
+        raise TypeError("offsets and shapes are lists of integers")
+    if min(shape, default=0) < 0 or len(shape) > MOST_DIMENSIONS:
+        raise ValueError(f"shape {shape[:MOST_DIMENSIONS]} is negative, or has more than {MOST_DIMENSIONS} dimensions")
+    if dtype not in ITEM_BITS:
+        raise ValueError(f"there is no dtype {dtype!r}")
+    return _Entry(StoredTensor(tuple(shape), dtype, TORCH_DTYPES.get(dtype)), begin, end)
+
+
+def _check_extent(path: Path, name: str, entry: _Entry, origin: int, size: int) -> None:
+    """Refuses a tensor whose bytes lie outside the file, or are not as many as its shape and dtype take."""
+    tensor = entry.tensor
+    if origin + entry.end > size:
         raise CheckpointError(
-            f"{path}: {name} {list(tensor.shape)} {dtype} does not take the {end - begin} bytes it has"
+            f"{path} is truncated: {name} ends at byte {origin + entry.end} of {size}, fetch it again"
         )
-    if begin < 0:
+    if 8 * (entry.end - entry.begin) != tensor.numel * ITEM_BITS[tensor.dtype]:
+        raise CheckpointError(
+            f"{path}: {name} {list(tensor.shape)} {tensor.dtype} does not take the {entry.end - entry.begin} bytes "
+            "it has"
+        )
+    if entry.begin < 0:
         raise CheckpointError(f"{path}: {name} begins before the values of the file")
-    return tensor, origin + begin
+
+
+def _check_tiled(path: Path, entries: Mapping[str, _Entry], size: int) -> None:
+    """The format leaves no gap between tensors, and no two share bytes."""
+    position = 0
+    for name, entry in sorted(entries.items(), key=lambda item: (item[1].begin, item[1].end)):
+        if entry.begin != position:
+            wrong = "shares bytes with the tensor before it" if entry.begin < position else "leaves a gap before it"
+            raise CheckpointError(f"{path} has a damaged safetensors header: {name} {wrong}")
+        position = entry.end
+    if position != size:
+        raise CheckpointError(f"{path} has {size - position} bytes that belong to no tensor: it is damaged")
 
 
 def _read_bytes(file: FileReader, offset: int, count: int) -> bytes:

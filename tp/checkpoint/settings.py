@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 from tp.checkpoint.directory import CONFIG, read_config, read_json
@@ -19,7 +20,7 @@ def read_model_config(name: str) -> ModelConfig:
     Raises:
         CheckpointError: nothing there, or nothing that can be read. ConfigError: a model that is not supported.
     """
-    path = Path(name).expanduser()
+    path = Path(os.path.expanduser(name))
     try:
         there = bool(name) and path.exists()
     except OSError:  # a name that is too long for a file

@@ -28,7 +28,8 @@ def tokenizer_of_directory(directory: Path) -> PreTrainedTokenizerBase:
         raise CheckpointError(f"{directory} has no tokenizer: give token ids, or a directory that has tokenizer.json")
     try:
         tokenizer = AutoTokenizer.from_pretrained(str(directory), local_files_only=True, trust_remote_code=False)
-    except Exception as error:  # transformers, tokenizers and the JSON beneath raise whatever comes
+        tokenizer("a")  # settings of a wrong type are noticed only here
+    except BaseException as error:  # transformers, tokenizers and the JSON beneath raise whatever comes
         raise _unusable(directory, error) from error
     assert isinstance(tokenizer, PreTrainedTokenizerBase)
     return tokenizer
@@ -52,11 +53,19 @@ def tokenizer_of_gguf(path: Path) -> PreTrainedTokenizerBase:
         tokenizer = AutoTokenizer.from_pretrained(
             str(path.parent), gguf_file=path.name, local_files_only=True, trust_remote_code=False
         )
-    except Exception as error:
+        tokenizer("a")
+    except BaseException as error:
         raise _unusable(path, error) from error
     assert isinstance(tokenizer, PreTrainedTokenizerBase)
     return tokenizer
 
 
-def _unusable(path: Path, error: Exception) -> CheckpointError:
+def _unusable(path: Path, error: BaseException) -> CheckpointError:
+    """Also of a panic of the tokenizers library, which is no `Exception`.
+
+    Raises:
+        BaseException: what is no failure of the tokenizer: an interrupt.
+    """
+    if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+        raise error
     return CheckpointError(f"{path} has no tokenizer that can be used: {first_line(error)}")

@@ -7,16 +7,21 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+import os
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from tp.errors import RequestError
+from tp.json_objects import read_object, typed
 from tp.planning.collectives import ALGORITHMS, OPERATIONS, Cost, Line, Link, hierarchical
-from tp.planning.nccl import NcclTopology, nccl
+from tp.planning.nccl import GENERATIONS, LATENCIES, NcclTopology, nccl
 
 PROFILES = Path(__file__).with_name("profiles")
+MOST_RANKS = 2**16
+LEAST_RATE, LARGEST_NUMBER = 1e-3, 1e24
+"""Of numbers in a profile; beyond them products and quotients would leave the range of floats."""
 ANY_DEGREE = 0
 """Key of rates that hold at every degree."""
 
@@ -189,15 +194,15 @@ class Profile:
         """From the content of a profile file.
 
         Raises:
-            KeyError, TypeError, ValueError: it is something else.
+            ValueError: it is something else, or has numbers that no machine has.
         """
-        rates = {
-            ANY_DEGREE if degree == "any" else int(degree): Rates(
-                **{**given, "matrix_flops_per_s": _points(given["matrix_flops_per_s"])}
-            )
-            for degree, given in fields["rates"].items()
-        }
-        return cls(**{**fields, "rates": rates, "fabric": _fabric(fields["fabric"])})
+        written = fields.get("rates")
+        if not isinstance(written, Mapping):
+            raise ValueError(f"rates are {written!r}: they must be an object")
+        rates = {str(ANY_DEGREE) if degree == "any" else degree: given for degree, given in written.items()}
+        profile = typed(cls, {**fields, "rates": rates}, "the profile")
+        _check(profile)
+        return profile
 
 
 def profile_names() -> list[str]:
@@ -211,35 +216,57 @@ def load_profile(name: str) -> Profile:
     Raises:
         RequestError: there is none of that name, or the file is not a profile.
     """
-    path = PROFILES / f"{name.lower()}.json" if name.lower() in profile_names() else Path(name).expanduser()
-    if not path.is_file():
+    path = PROFILES / f"{name.lower()}.json" if name.lower() in profile_names() else Path(os.path.expanduser(name))
+    if not os.path.isfile(path):
         raise RequestError(f"there is no hardware profile or file {name}: choose from {', '.join(profile_names())}")
     try:
-        return Profile.from_fields(json.loads(path.read_text(encoding="utf-8")))
-    except (OSError, KeyError, TypeError, ValueError, AttributeError) as error:
-        raise RequestError(f"{path} is not a hardware profile: {type(error).__name__}: {error}") from error
+        return Profile.from_fields(read_object(path, RequestError))
+    except ValueError as error:
+        if isinstance(error, RequestError):
+            raise
+        raise RequestError(f"{path} is not a hardware profile: {error}") from error
 
 
-def _points(given: Mapping[str, Sequence[Sequence[float]]]) -> dict[str, tuple[tuple[int, float], ...]]:
-    return {dtype: tuple((int(rows), float(rate)) for rows, rate in points) for dtype, points in given.items()}
+def _check(profile: Profile) -> None:
+    """Refuses numbers that no machine has, and names that mean nothing.
+
+    Raises:
+        ValueError: see the messages.
+    """
+    _check_numbers(asdict(profile), "the profile")
+    fabric, topology = profile.fabric, profile.fabric.nccl
+    names: list[tuple[str, Sequence[str], Iterable[str]]] = [
+        ("device", [profile.device], ("cuda", "cpu")),
+        ("algorithm", fabric.algorithms, ALGORITHMS),
+        ("operation", [*fabric.operations, *(measured.operation for measured in fabric.measured)], OPERATIONS),
+        ("generation", [topology.generation] if topology else [], GENERATIONS),
+        ("kind of link", [topology.link] if topology else [], [kind for kind in LATENCIES if kind != "network"]),
+    ]
+    for kind, found, known in names:
+        if unknown := [name for name in found if name not in known]:
+            raise ValueError(f"no {kind} {unknown[0]}: there are {', '.join(known)}")
+    if not 1 <= profile.ranks_per_node <= MOST_RANKS:
+        raise ValueError(f"ranks_per_node is {profile.ranks_per_node}: it must be in 1..{MOST_RANKS}")
+    if topology and topology.nvls_channels and topology.nvls_channel_gb_per_s < LEAST_RATE:
+        raise ValueError(f"nvls_channels are {topology.nvls_channels}, and nvls_channel_gb_per_s is 0")
+    if not profile.rates:
+        raise ValueError("it has no rates")
+    for rates in profile.rates.values():
+        for dtype, points in rates.matrix_flops_per_s.items():
+            rows = [at for at, _ in points]
+            if not points or rows != sorted({*rows}) or rows[0] < 1 or min(rate for _, rate in points) < LEAST_RATE:
+                raise ValueError(f"rates of {dtype} products are not (rows, FLOP/s) with rising rows from 1 on")
 
 
-def _fabric(given: Mapping[str, Any]) -> Fabric:
-    unknown = [name for name in given.get("algorithms", ()) if name not in ALGORITHMS]
-    if unknown:
-        raise ValueError(f"no algorithm {unknown[0]}: there are {', '.join(ALGORITHMS)}")
-    return Fabric(
-        algorithms=tuple(given.get("algorithms", ())),
-        operations=tuple(given.get("operations", OPERATIONS)),
-        most_bytes=given.get("most_bytes"),
-        link=_made(Link, given.get("link")),
-        network=_made(Link, given.get("network")),
-        nccl=_made(NcclTopology, given.get("nccl")),
-        measured=tuple(
-            MeasuredCollective(**{**each, "line": Line(**each["line"])}) for each in given.get("measured", ())
-        ),
-    )
-
-
-def _made(kind: type[Any], fields: Mapping[str, Any] | None) -> Any:
-    return None if fields is None else kind(**fields)
+def _check_numbers(value: Any, name: str) -> None:
+    """Every number is one that time can be made of; rates are not 0, but those of what a machine may lack."""
+    if isinstance(value, dict):
+        for inner, each in value.items():
+            _check_numbers(each, str(inner))
+    elif isinstance(value, (list, tuple)):
+        for each in value:
+            _check_numbers(each, name)
+    elif isinstance(value, (int, float)):
+        least = LEAST_RATE if name.endswith("_per_s") and not name.startswith("nvls") else 0.0
+        if not least <= value <= LARGEST_NUMBER:
+            raise ValueError(f"{name} is {value}: it must be in {least:g}..{LARGEST_NUMBER:g}")

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from tp.errors import CheckpointError
+from tp.json_objects import parse
 
 STEP, EVALUATION = "step", "evaluation"
 """Values of "kind" in a record."""
@@ -121,7 +122,11 @@ def _last_evaluation(record: dict[str, Any]) -> str:
 
 def _record_of(line: str) -> dict[str, Any] | None:
     try:
-        record = json.loads(line)
+        record = parse(line)
     except ValueError:
         return None
-    return record if isinstance(record, dict) and isinstance(record.get("step"), int) else None
+    if not isinstance(record, dict) or type(record.get("step")) is not int:
+        return None
+    drawn = {STEP: "learning_rate", EVALUATION: "perplexity"}
+    needed = [name for kind, other in drawn.items() if record.get("kind") == kind for name in ("loss", other)]
+    return record if all(isinstance(record.get(name), (int, float)) for name in needed) else None

@@ -9,7 +9,7 @@ knows the tensor-parallel degree, the layout or the data-parallel degree: a run 
 
 from __future__ import annotations
 
-import json
+import re
 import shutil
 from contextlib import closing
 from pathlib import Path
@@ -23,6 +23,7 @@ from tp.checkpoint.safetensors_source import SafetensorsSource
 from tp.checkpoint.tensor_writer import HeldTensors, whole_tensors, write_tensors
 from tp.checkpoint.writer import weight_bytes_of_whole, write_json, write_model
 from tp.errors import CheckpointError
+from tp.json_objects import read_object
 from tp.models.causal_lm import CausalLM
 from tp.training.optimizer import optimizer_state, set_step_count
 
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
 PREFIX = "step-"
 STATE = "training"
 OPTIMIZER, RUN = "optimizer.safetensors", "run.json"
+_NAME = re.compile(PREFIX + "[0-9]{8,15}")
 
 
 class CheckpointStore:
@@ -51,8 +53,9 @@ class CheckpointStore:
 
     def steps(self) -> list[int]:
         """Steps of the complete checkpoints, oldest first. What an interrupted save left has another name."""
-        names = [path.name.removeprefix(PREFIX) for path in self.directory.glob(f"{PREFIX}*") if path.is_dir()]
-        return sorted(int(name) for name in names if name.isdigit())
+        names = [path.name for path in self.directory.glob(f"{PREFIX}*") if path.is_dir()]
+        steps = [int(name.removeprefix(PREFIX)) for name in names if _NAME.fullmatch(name)]
+        return sorted(step for step in steps if self.path_of(step).name in names)
 
     def clear_leftovers(self) -> None:
         """Removes what interrupted saves left. For one process, while no other saves."""
@@ -102,7 +105,7 @@ class CheckpointStore:
             checkpoint.load_into(model)
         model.group.agree(lambda: _load_optimizer(path / STATE / OPTIMIZER, model, optimizer))
         set_step_count(optimizer, step)
-        return model.group.agree(lambda: read_run(path))
+        return model.group.agree(lambda: _run_of(path, step))
 
     def _drop_old(self) -> None:
         """Renamed first: a half-removed checkpoint must not look complete."""
@@ -118,12 +121,13 @@ def read_run(path: Path) -> dict[str, Any]:
     Raises:
         CheckpointError: it is not there or no JSON object.
     """
-    try:
-        run = json.loads((path / STATE / RUN).read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{path / STATE / RUN} cannot be read: {error}") from error
-    if not isinstance(run, dict):
-        raise CheckpointError(f"{path / STATE / RUN} is no JSON object")
+    return read_object(path / STATE / RUN, CheckpointError)
+
+
+def _run_of(path: Path, step: int) -> dict[str, Any]:
+    run = read_run(path)
+    if run.get("step") != step:
+        raise CheckpointError(f"{path / STATE / RUN} says step {run.get('step')!r}: the directory's name was changed")
     return run
 
 
@@ -147,4 +151,6 @@ def _load_optimizer(path: Path, model: CausalLM, optimizer: torch.optim.AdamW) -
                 if stored is None or list(stored.shape) != own:
                     found = "absent" if stored is None else list(stored.shape)
                     raise CheckpointError(f"{path}: {part.name} is {found}, the model needs {own}")
+                if stored.torch_dtype is None:
+                    raise CheckpointError(f"{path}: {part.name} is stored as {stored.dtype}, which is not read")
                 source.read_into(part.name, part.dim, part.global_start, part.length, moment.slice_of(part))

@@ -6,6 +6,7 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
+from tp.chat_template import render
 from tp.errors import RequestError
 from tp.training.data.documents import Conversation
 from tp.training.data.plain import continue_ids
@@ -26,18 +27,13 @@ def encode_conversation(
         RequestError: no chat template, or one that refuses these messages, or whose text of earlier turns depends on
             later ones, so that answers cannot be told from prompts. Names the conversation's place.
     """
-    from jinja2 import TemplateError
-
     place = conversation.place
     if not getattr(tokenizer, "chat_template", None):
         raise RequestError(f"{place}: messages need a chat template, and this tokenizer has none")
-    try:
-        if tokenizer.is_fast and _GENERATION_BLOCK.search(tokenizer.get_chat_template()):
-            ids, learned = _marked_by_template(tokenizer, conversation)
-        else:
-            ids, learned = _turn_by_turn(tokenizer, conversation, eos_token_ids)
-    except TemplateError as error:
-        raise RequestError(f"{place}: the model's chat template refuses it: {error}") from error
+    if tokenizer.is_fast and _GENERATION_BLOCK.search(tokenizer.get_chat_template()):
+        ids, learned = _marked_by_template(tokenizer, conversation)
+    else:
+        ids, learned = _turn_by_turn(tokenizer, conversation, eos_token_ids)
     if True not in learned:
         raise RequestError(f"{place}: the model's chat template leaves no token of an answer to learn")
     answered = conversation.messages[-1]["role"] == "assistant"
@@ -48,6 +44,7 @@ def encode_conversation(
 
 def _marked_by_template(tokenizer: Any, conversation: Conversation) -> tuple[list[int], list[bool]]:
     """What the template's own {% generation %} blocks enclose."""
+    _rendered(tokenizer, conversation, len(conversation.messages))  # within limits
     rendered = tokenizer.apply_chat_template(
         list(conversation.messages), tokenize=True, return_dict=True, return_assistant_tokens_mask=True
     )
@@ -64,11 +61,8 @@ def _turn_by_turn(
     """
     text, ids, learned = "", list[int](), list[bool]()
     for count, is_answer in _steps(conversation):
-        longer: str = tokenizer.apply_chat_template(
-            list(conversation.messages[:count]),
-            tokenize=False,
-            add_generation_prompt=not is_answer and count < len(conversation.messages),
-        )
+        asks = not is_answer and count < len(conversation.messages)
+        longer = _rendered(tokenizer, conversation, count, add_generation_prompt=asks)
         if not longer.startswith(text):
             raise RequestError(
                 f"{conversation.place}: the model's chat template writes what stands before message {count} otherwise "
@@ -81,6 +75,13 @@ def _turn_by_turn(
         learned += [at < learned_of_fresh for at in range(len(fresh))]
         text = longer
     return ids, learned
+
+
+def _rendered(tokenizer: Any, conversation: Conversation, count: int, *, add_generation_prompt: bool = False) -> str:
+    try:
+        return render(tokenizer, conversation.messages[:count], add_generation_prompt=add_generation_prompt)
+    except RequestError as error:
+        raise RequestError(f"{conversation.place}: {error}") from error
 
 
 def _steps(conversation: Conversation) -> list[tuple[int, bool]]:

@@ -13,11 +13,15 @@ import os
 import shutil
 import uuid
 from collections.abc import Iterable
+from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO
+from tokenize import TokenError
+from typing import BinaryIO, Literal
 
 import numpy as np
 
+from tp.errors import RequestError
+from tp.json_objects import read_object, typed
 from tp.training.data.encoding import EncodedDocument
 from tp.training.data.tokenized import DOCUMENT_FIELDS, TokenizedDataset, document_entry
 
@@ -26,18 +30,29 @@ FORMAT = 1
 _TOKEN_IDS, _LEARNED, _DOCUMENTS, _META = "token_ids.bin", "learned.bin", "documents.npy", "meta.json"
 
 
+@dataclass(frozen=True)
+class _Meta:
+    format: int
+    token_dtype: Literal["<u2", "<u4"]
+    num_tokens: int
+    num_documents: int
+
+
 def open_dataset(directory: Path) -> TokenizedDataset | None:
     """The dataset of a directory; None where there is none, or one that is damaged."""
     try:
-        meta = json.loads((directory / _META).read_text(encoding="utf-8"))
-        documents = np.load(directory / _DOCUMENTS, allow_pickle=False)
-        token_ids = np.memmap(directory / _TOKEN_IDS, dtype=meta["token_dtype"], mode="r")
+        meta = typed(_Meta, read_object(directory / _META, RequestError), _META)
+        documents = np.lib.format.open_memmap(directory / _DOCUMENTS, mode="r")
+        token_ids = np.memmap(directory / _TOKEN_IDS, dtype=meta.token_dtype, mode="r")
         learned = np.memmap(directory / _LEARNED, dtype=np.uint8, mode="r")
-        counts = {len(token_ids), len(learned), int(documents["num_tokens"].sum()), meta["num_tokens"]}
-        if meta["format"] != FORMAT or len(counts) != 1 or len(documents) != meta["num_documents"]:
+        if documents.dtype != DOCUMENT_FIELDS or documents.shape != (meta.num_documents,) or meta.format != FORMAT:
             return None
-    except (OSError, EOFError, ValueError, LookupError, TypeError):
-        return None
+        counts = {len(token_ids), len(learned), int(documents["num_tokens"].sum()), meta.num_tokens}
+        least = {"num_tokens": 1, "num_bytes": 0, "highest_token_id": 0}
+        if len(counts) != 1 or any(documents[name].min() < lowest for name, lowest in least.items()):
+            return None
+    except (OSError, EOFError, ValueError, LookupError, TypeError, ArithmeticError, TokenError, RequestError):
+        return None  # numpy reads the header of documents.npy as a Python literal
     return TokenizedDataset.of_arrays(token_ids, learned, documents)
 
 

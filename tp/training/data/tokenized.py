@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from tp.errors import CheckpointError
 from tp.training.data.encoding import EncodedDocument
 from tp.training.data.split import divide
 
@@ -84,10 +85,20 @@ class TokenizedDataset:
         return int(self.documents["highest_token_id"].max(initial=0))
 
     def read(self, index: int, start: int = 0, stop: int | None = None) -> tuple[Integers, Booleans]:
-        """Token ids [start, stop) of one document, by default all of them, and which are learned."""
+        """Token ids [start, stop) of one document, by default all of them, and which are learned.
+
+        Raises:
+            CheckpointError: an id that the document had not when it was tokenized.
+        """
         base = int(self.starts[index])
         tokens = slice(base + start, base + (int(self.lengths[index]) if stop is None else stop))
-        return self.token_ids[tokens].astype(np.int64), self.learned[tokens].astype(np.bool_)
+        ids = self.token_ids[tokens].astype(np.int64)
+        if ids.max(initial=0) > self.documents["highest_token_id"][index]:
+            raise CheckpointError(
+                f"document {index} of the tokenized data holds id {ids.max()}, beyond its highest "
+                f"({self.documents['highest_token_id'][index]}): the files are damaged, remove them from the data cache"
+            )
+        return ids, self.learned[tokens].astype(np.bool_)
 
     def part(self, chosen: Integers | Booleans) -> TokenizedDataset:
         """The documents with these indices, in this order (or where a mask is True)."""
