@@ -204,6 +204,7 @@ def test_the_device_is_bound_before_the_process_group_is_made(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: order.append(("set_device", str(device))))
     monkeypatch.setattr(dist, "is_initialized", lambda: False)
+    monkeypatch.setattr(dist, "is_nccl_available", lambda: True)
     monkeypatch.setattr(dist, "init_process_group", lambda *a, **k: order.append(("init", a[0])))
     monkeypatch.setattr(
         TensorParallelGroup, "from_process_group", classmethod(lambda cls, world, device: cls.alone("cpu"))

@@ -252,7 +252,7 @@ def _logits_that_are_not_finite(group: TensorParallelGroup) -> str:
 
 def test_logits_that_are_not_finite_are_an_error_on_every_rank(ranks: RankPool) -> None:
     outcomes = ranks(3).run(_logits_that_are_not_finite, timeout_s=LIMIT_S)
-    assert outcomes == ["NumericalError", "RankFailedError", "RankFailedError"]
+    assert outcomes == ["NumericalError"] * 3
 
 
 # --- what ends a sequence ---

@@ -21,6 +21,11 @@ def enabled(name: str) -> bool:
     return name not in _disabled
 
 
+def disabled() -> frozenset[str]:
+    """The operations that use their plain form because the user wants it."""
+    return _disabled
+
+
 def disable(names: str) -> None:
     """Switches off the operations in a comma-separated list, and on all others."""
     global _disabled

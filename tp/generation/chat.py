@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from tp.errors import RequestError, first_line
+from tp.chat_template import render
+from tp.errors import RequestError
 
 Message = Mapping[str, str]
 """{"role": "system" | "user" | "assistant", "content": text}."""
@@ -30,10 +31,6 @@ def encode_chat(tokenizer: Any, messages: Sequence[Message]) -> list[int]:
         raise RequestError("a conversation needs at least one message")
     if not getattr(tokenizer, "chat_template", None):
         raise RequestError("this model's tokenizer has no chat template: give the prompt as plain text")
-    try:
-        ids: list[int] = tokenizer.apply_chat_template(
-            [dict(message) for message in messages], tokenize=True, add_generation_prompt=True, return_dict=False
-        )
-    except Exception as error:  # a template is a program of the checkpoint: besides refusing it may divide by zero
-        raise RequestError(f"the model's chat template refuses these messages: {first_line(error)}") from error
+    text = render(tokenizer, messages, add_generation_prompt=True)
+    ids: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"]
     return ids

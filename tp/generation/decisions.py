@@ -23,19 +23,23 @@ class Decision:
         events: the step's new tokens.
         cancelled: all sequences end here; there are no events.
         error: what went wrong on rank 0, for the other ranks; there are no events.
+        not_finite: index of a sequence whose logits are not finite; there are no events.
     """
 
     events: tuple[TokenEvent, ...] = ()
     cancelled: bool = False
     error: str | None = None
+    not_finite: int | None = None
 
     def to_bytes(self) -> bytes:
-        return json.dumps([[astuple(event) for event in self.events], self.cancelled, self.error]).encode()
+        return json.dumps(
+            [[astuple(event) for event in self.events], self.cancelled, self.error, self.not_finite]
+        ).encode()
 
     @classmethod
     def from_bytes(cls, content: bytes) -> Decision:
-        events, cancelled, error = json.loads(content)
-        return cls(tuple(TokenEvent(*event) for event in events), cancelled, error)
+        events, cancelled, error, not_finite = json.loads(content)
+        return cls(tuple(TokenEvent(*event) for event in events), cancelled, error, not_finite)
 
 
 def share(decision: Decision | None, num_tokens: int, group: TensorParallelGroup) -> Decision:

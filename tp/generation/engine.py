@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Sequence
 
@@ -11,6 +12,7 @@ from tp.errors import RankFailedError
 from tp.generation.decisions import Decision, share
 from tp.generation.decode_graphs import DecodeGraphs, capture_for
 from tp.generation.incremental_text import incremental_texts
+from tp.generation.not_finite import not_finite
 from tp.generation.request import Request
 from tp.generation.results import GeneratedSequence, GenerationResult, Timings, TokenEvent
 from tp.generation.sampler import Candidates, Sampler
@@ -55,6 +57,7 @@ class GenerationSession:
         self._graphs = DecodeGraphs(model, self._cache, capture) if capture else None
         self._kv_bytes = self._cache.nbytes
         self._texts = self._make_texts(request) if self._group.rank == 0 else []
+        self._prefill_chunk = options.prefill_chunk
         self._on_token = on_token
         self._began = began
         self._decode_seconds = 0.0
@@ -71,6 +74,7 @@ class GenerationSession:
 
         Raises:
             RankFailedError: on the other ranks, where rank 0 failed.
+            NumericalError: logits that are not finite; on all ranks alike, naming where they first arise.
         """
         step_began = time.perf_counter()
         self.finished = True  # unless this step comes to its end: after an error in the model the ranks are out of step
@@ -84,11 +88,15 @@ class GenerationSession:
             try:
                 if failure is not None:
                     raise failure
-                own = Decision(cancelled=True) if cancel else Decision(self._decide(giving, candidates))
+                own = Decision(cancelled=True) if cancel else self._decide(giving, candidates)
             except BaseException as error:  # the other ranks wait for this step's decision, whatever happened
                 failure = error
                 own = Decision(error=f"rank 0 raised {type(error).__name__}: {error}")
         decision = share(own, len(giving), self._group)
+        if decision.not_finite is not None:
+            assert self._cache is not None
+            state, cache, self._cache, self._graphs = self._states[decision.not_finite], self._cache, None, None
+            raise not_finite(self._model, cache, state, self._prefill_chunk)
         self._apply(decision, pieces, failure)
         if decoding:
             self._decode_seconds += time.perf_counter() - step_began
@@ -126,8 +134,11 @@ class GenerationSession:
             return logits
         return ShardedLogits(logits.local[rows], logits.group, logits.vocab_size)
 
-    def _decide(self, states: Sequence[SequenceState], candidates: Candidates | None) -> tuple[TokenEvent, ...]:
+    def _decide(self, states: Sequence[SequenceState], candidates: Candidates | None) -> Decision:
         chosen = self._sampler.choose(candidates, states) if candidates is not None else []
+        for state, (_, logprob) in zip(states, chosen, strict=True):
+            if not math.isfinite(logprob):
+                return Decision(not_finite=state.index)
         events = []
         for state, (token_id, logprob) in zip(states, chosen, strict=True):
             text, finish_reason = self._texts[state.index].advance(token_id)
@@ -135,7 +146,7 @@ class GenerationSession:
             if self._on_token is not None and self._on_token(event) is True and finish_reason is None:
                 event = TokenEvent(state.index, token_id, text, logprob, "cancelled")
             events.append(event)
-        return tuple(events)
+        return Decision(tuple(events))
 
     def _apply(self, decision: Decision, pieces: Sequence[Piece], failure: BaseException | None) -> None:
         now = time.perf_counter()

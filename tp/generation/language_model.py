@@ -7,10 +7,11 @@ from collections.abc import Sequence
 
 from tp.generation.engine import GenerationSession, OnToken
 from tp.generation.options import GenerationOptions
-from tp.generation.request import Prompt, Request, generation_request, share_request
+from tp.generation.request import Prompt, Request, generation_request, share_request, told_of_prompts
 from tp.generation.results import GenerationResult
 from tp.generation.stream import TokenStream
 from tp.generation.text_model import TextModel
+from tp.parallel.agreement import told_of
 
 
 class LanguageModel(TextModel):
@@ -28,8 +29,8 @@ class LanguageModel(TextModel):
         Prompts of different lengths run as one batch without padding; greedy unless the options say otherwise.
 
         Args:
-            prompts: texts (see `tp.generation.chat` for conversations) or lists of token ids. Those of rank 0 count,
-                as do its options; other ranks may pass None.
+            prompts: texts (see `tp.generation.chat` for conversations) or lists of token ids. Other ranks than 0 give
+                the same prompts and options, or None.
             on_token: see `OnToken`; rank 0's alone is called. What it raises is raised here, and on the other ranks as
                 `RankFailedError`.
 
@@ -37,6 +38,8 @@ class LanguageModel(TextModel):
             RequestError: an empty prompt, ids outside the vocabulary, a prompt that fills the context, or options that
                 contradict each other; on every rank.
             CapacityError: the KV cache does not fit in memory; on every rank.
+            CommunicationError: ranks whose models, prompts or options differ; on every rank.
+            NumericalError: logits that are not finite; on every rank.
         """
         session = self._open(prompts, options, on_token)
         while not session.finished:
@@ -61,4 +64,6 @@ class LanguageModel(TextModel):
         def make() -> Request:
             return generation_request(self, prompts, options or GenerationOptions())
 
-        return GenerationSession(self, share_request(self, make), began, on_token)
+        own = options or (GenerationOptions() if self.group.rank == 0 else None)
+        asked = {"call": "generate"} | told_of_prompts(prompts) | (told_of("option", own) if own else {})
+        return GenerationSession(self, share_request(self, make, asked), began, on_token)

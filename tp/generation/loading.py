@@ -12,6 +12,7 @@ from tp.dtypes import DTYPES
 from tp.errors import ConfigError
 from tp.generation.language_model import LanguageModel
 from tp.huge_pages import materialise
+from tp.parallel.agreement import check_alike
 from tp.parallel.group import TensorParallelGroup
 
 
@@ -38,10 +39,12 @@ def load(
         ConfigError: an unsupported model or dtype, or more ranks than it has query heads.
         RequestError: max_context or max_batch_size out of range.
         CapacityError: the weights, with a cache of max_context where that is given, do not fit in memory.
+        CommunicationError: ranks that were given different checkpoints or dtypes.
         All of them on every rank; all but damage found on the way before any weight is read or allocated.
     """
     group = group or TensorParallelGroup.alone()
     wanted = None if dtype == "auto" else as_dtype(dtype)
+    check_alike(group.communicator.all_gather_object, {"dtype": str(wanted or dtype)})
     with closing(open_checkpoint(path, group)) as checkpoint:
         model = LanguageModel(
             checkpoint.config,

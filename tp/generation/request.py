@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+import zlib
 from collections.abc import Callable, Sequence, Sized
 from dataclasses import dataclass, replace
 from typing import Any
@@ -13,6 +14,11 @@ from tp.errors import RankFailedError, RequestError, TensorParallelError
 from tp.generation.cache_plan import plan_cache, tokens_that_fit
 from tp.generation.options import GenerationOptions
 from tp.generation.text_model import TextModel
+from tp.models.description import told_of_model
+from tp.parallel.agreement import Told, compare
+
+SHOWN_OF_A_PROMPT = 24
+"""Characters of a prompt in a message about ranks whose prompts differ."""
 
 Prompt = str | Sequence[int]
 """Text, encoded as the model's tokenizer encodes plain text, or token ids."""
@@ -38,13 +44,15 @@ class Request:
     capacity: int
 
 
-def share_request(model: TextModel, make: Callable[[], Request]) -> Request:
+def share_request(model: TextModel, make: Callable[[], Request], asked: Told) -> Request:
     """Rank 0's request on every rank, with a cache that fits on every rank.
 
     Args:
         make: called on rank 0 alone; what it raises is raised everywhere.
+        asked: what this rank was called with, to be compared with what the others were, as is the model.
 
     Raises:
+        CommunicationError: on every rank, where their models or what they were called with differ.
         RequestError, CapacityError: on every rank, before any collective of the model.
         RankFailedError: on the other ranks, where rank 0 met an error of another type.
     """
@@ -55,11 +63,13 @@ def share_request(model: TextModel, make: Callable[[], Request]) -> Request:
         except Exception as error:  # whatever it is, the other ranks wait below for what became of the request
             own = error
     free_bytes = free_memory(model.group)
-    shared = model.group.communicator.all_gather_object((_sendable(own), tokens_that_fit(model, free_bytes)))
-    request: Request | Exception = own or shared[0][0]
+    told = {**told_of_model(model), **asked}
+    shared = model.group.communicator.all_gather_object((told, _sendable(own), tokens_that_fit(model, free_bytes)))
+    compare([of_rank for of_rank, _, _ in shared])
+    request: Request | Exception = own or shared[0][1]
     if isinstance(request, Exception):
         raise request
-    tokens = min(tokens for _, tokens in shared)
+    tokens = min(tokens for _, _, tokens in shared)
     if tokens < request.needed:
         check_fits(
             model.config,
@@ -106,6 +116,25 @@ def _encode_text(model: TextModel, index: int, text: str) -> Sequence[int]:
         raise RequestError(f"prompt {index} is not text that UTF-8 can hold: {error}") from error
     ids: Sequence[int] = model.require_tokenizer().encode(text)
     return ids
+
+
+def told_of_prompts(prompts: Sequence[Prompt] | None) -> dict[str, str]:
+    """What a rank was given, for `share_request`; nothing where rank 0 alone counts, or where it makes no sense."""
+    if not isinstance(prompts, Sequence) or isinstance(prompts, str):
+        return {}
+    told = {"the number of prompts": str(len(prompts))}
+    for index, prompt in enumerate(prompts):
+        if isinstance(prompt, str):
+            told[f"prompt {index}"] = _in_short(repr(prompt))
+        elif isinstance(prompt, Sequence):
+            told[f"prompt {index}"] = _in_short(str(list(prompt)))
+    return told
+
+
+def _in_short(text: str) -> str:
+    if len(text) <= SHOWN_OF_A_PROMPT:
+        return text
+    return f"{text[:SHOWN_OF_A_PROMPT]}… (digest {zlib.crc32(text.encode(errors='surrogatepass')):08x})"
 
 
 def generation_request(model: TextModel, prompts: Sequence[Prompt] | None, options: GenerationOptions) -> Request:

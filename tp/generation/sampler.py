@@ -6,7 +6,6 @@ log-normaliser needs. Drawing from the whole distribution, or from its nucleus, 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
@@ -14,7 +13,6 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from tp.errors import NumericalError
 from tp.generation.draws import uniform
 from tp.generation.options import GenerationOptions
 from tp.generation.processors import (
@@ -23,6 +21,7 @@ from tp.generation.processors import (
     draw,
     likely_enough,
     mask_columns,
+    nan_unless_finite,
     nucleus,
     repetition_penalty,
 )
@@ -78,8 +77,7 @@ class Sampler:
     def choose(self, candidates: Candidates, states: Sequence[SequenceState]) -> list[tuple[int, float]]:
         """(token id, log-probability in the model's own distribution) for each row; no collective.
 
-        Raises:
-            NumericalError: the logits are not finite.
+        The log-probability is NaN where any logit of the row is not finite.
         """
         sampling = self._sampling
         if sampling.greedy:
@@ -94,12 +92,6 @@ class Sampler:
             columns = draw(scores, kept, uniforms).unsqueeze(-1)
         ids = candidates.ids.gather(-1, columns).squeeze(-1).tolist()
         logprobs = (candidates.raw.gather(-1, columns).squeeze(-1) - candidates.log_normaliser).tolist()
-        for state, logprob in zip(states, logprobs, strict=True):
-            if not math.isfinite(logprob):
-                raise NumericalError(
-                    f"the logits of sequence {state.index} at new token {len(state.new_ids)} are not finite: "
-                    "try dtype float32 or bfloat16, or check the weights"
-                )
         return list(zip(ids, logprobs, strict=True))
 
     def forget(self, state: SequenceState) -> None:
@@ -115,7 +107,7 @@ class Sampler:
         processed = functional.pad(processed, (0, width - logits.num_valid), value=LOWEST)
         columns = best_columns(processed, min(count, width))
         local_max = real.amax(-1, keepdim=True) if logits.num_valid else raw.new_full((len(raw), 1), LOWEST)
-        local_sum = (real - local_max).exp().sum(-1, keepdim=True)
+        local_sum = (real - local_max).exp().sum(-1, keepdim=True) + nan_unless_finite(real)
         floats = torch.cat([local_max, local_sum, raw.gather(-1, columns), processed.gather(-1, columns)], dim=-1)
         ids = (columns + logits.vocab_start_index).to(torch.int32)
         packed = torch.cat([floats.view(torch.int32), ids], dim=-1)  # one payload: floats as their bits
@@ -128,7 +120,8 @@ class Sampler:
             return None
         raw = whole.float()
         ids = torch.arange(logits.vocab_size, device=raw.device).expand_as(raw)
-        return Candidates(ids, raw, self._process(raw, 0, states), raw.logsumexp(-1))
+        log_normaliser = raw.logsumexp(-1) + nan_unless_finite(raw).squeeze(-1)
+        return Candidates(ids, raw, self._process(raw, 0, states), log_normaliser)
 
     def _process(self, logits: Tensor, first_id: int, states: Sequence[SequenceState]) -> Tensor:
         """Penalty and masks on the columns [first_id, first_id + K) of the vocabulary."""

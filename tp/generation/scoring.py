@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 
 from tp.errors import NumericalError, RequestError
+from tp.generation.not_finite import ADVICE, culprit
 from tp.generation.options import GenerationOptions
-from tp.generation.processors import LOWEST
-from tp.generation.request import Prompt, Request, encode_prompts, share_request
+from tp.generation.processors import LOWEST, nan_unless_finite
+from tp.generation.request import Prompt, Request, encode_prompts, share_request, told_of_prompts
 from tp.generation.text_model import TextModel
 from tp.layers.embedding import ShardedLogits
 from tp.layers.kv_cache import KVCache
@@ -55,9 +56,11 @@ def score(model: TextModel, text: Prompt | None) -> Score:
     Raises:
         RequestError: fewer than two tokens, ids outside the vocabulary, or more tokens than the context takes.
         CapacityError: the KV cache does not fit.
-        NumericalError: the logits are not finite.
+        NumericalError: the logits are not finite; on every rank, naming where they first arise.
+        CommunicationError: ranks whose models or texts differ; on every rank.
     """
-    request = share_request(model, lambda: _scoring_request(model, text))
+    asked = {"call": "score"} | told_of_prompts(None if text is None else [text])
+    request = share_request(model, lambda: _scoring_request(model, text), asked)
     ids = torch.tensor(request.prompts[0], device=model.group.device)
     cache = KVCache(model.config, model.group, 1, request.capacity, dtype=model.dtype, device=model.group.device)
     logprobs: list[float] = []
@@ -70,10 +73,10 @@ def score(model: TextModel, text: Prompt | None) -> Score:
         for rows in torch.arange(len(inputs), device=ids.device).split(ROWS):
             logits = model.lm_head(normed.select(rows))
             logprobs += token_logprobs(logits, targets[rows]).tolist()
-    if (bad := next((index for index, logprob in enumerate(logprobs) if not math.isfinite(logprob)), None)) is not None:
-        raise NumericalError(
-            f"the logits after token {bad} are not finite: try dtype float32 or bfloat16, or check the weights"
-        )
+        bad = next((index for index in range(start, len(logprobs)) if not math.isfinite(logprobs[index])), None)
+        if bad is not None:
+            where = culprit(model, cache, ids[: start + len(inputs)], 0, chunk)
+            raise NumericalError(f"the logits after token {bad} are not finite, {where}: {ADVICE}")
     return Score(request.prompts[0], tuple(logprobs))
 
 
@@ -90,7 +93,7 @@ def token_logprobs(logits: ShardedLogits, targets: Tensor) -> Tensor:
     if not logits.num_valid:  # a rank may own no real column
         real = real.new_full((len(real), 1), LOWEST)
     local_max = real.amax(-1)
-    local_sum = (real - local_max.unsqueeze(-1)).exp().sum(-1)
+    local_sum = (real - local_max.unsqueeze(-1)).exp().sum(-1) + nan_unless_finite(real).squeeze(-1)
     local_targets = targets - logits.vocab_start_index
     owned = (local_targets >= 0) & (local_targets < logits.num_valid)
     at_target = real.gather(-1, local_targets.where(owned, 0).unsqueeze(-1)).squeeze(-1).where(owned, 0)

@@ -45,8 +45,8 @@ class TextModel(CausalLM):
         max_context: int | None = None,
     ) -> None:
         super().__init__(config, group, dtype=dtype, device=device)
-        if max_batch_size is not None and max_batch_size < 1:
-            raise RequestError(f"max_batch_size is {max_batch_size}: it must be at least 1")
+        if max_batch_size is not None and (type(max_batch_size) is not int or max_batch_size < 1):
+            raise RequestError(f"max_batch_size is {max_batch_size!r}: it must be an integer of at least 1")
         self.context = context_limit(config, max_context)
         self.max_batch_size = max_batch_size
         self.max_context = max_context
@@ -96,6 +96,6 @@ def context_limit(config: ModelConfig, max_context: int | None = None) -> int:
     longest = config.longest_context
     if max_context is None:
         return longest
-    if not 1 <= max_context <= longest:
-        raise RequestError(f"max_context is {max_context}: this model takes 1 to {longest} tokens")
+    if type(max_context) is not int or not 1 <= max_context <= longest:
+        raise RequestError(f"max_context is {max_context!r}: this model takes 1 to {longest} tokens")
     return max_context

@@ -13,11 +13,11 @@ from tp.config import ModelConfig
 from tp.inspection.activation_cache import ActivationCache, CapturedTokens, ForwardRecord
 from tp.inspection.points import check_heads, sites_of
 from tp.inspection.rows import Rows, own_tokens, rows_at
-from tp.inspection.taps import attached
 from tp.layers.layout import Layout
 from tp.layers.step import Step
 from tp.layers.tap import Site, Tap
 from tp.models.causal_lm import CausalLM
+from tp.models.taps import attached
 from tp.parallel.group import TensorParallelGroup
 from tp.parallel.partition import query_head_ranges
 

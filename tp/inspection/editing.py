@@ -17,11 +17,11 @@ from tp.config import ModelConfig
 from tp.errors import RequestError
 from tp.inspection.points import check_heads, describe, site_of
 from tp.inspection.rows import Rows, rows_at
-from tp.inspection.taps import attached
 from tp.layers.layout import Layout
 from tp.layers.step import Step
 from tp.layers.tap import Site, Tap
 from tp.models.causal_lm import CausalLM
+from tp.models.taps import attached
 from tp.parallel.group import TensorParallelGroup
 from tp.parallel.mappings import copy_to_tensor_parallel_region
 

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tp.errors import CommunicationError
+from tp.parallel.announced_exchange import exchange
 from tp.parallel.native_collectives import Counts
 from tp.parallel.partition import chunk_ranges
 
@@ -224,34 +225,53 @@ class OrderedCommunicator(ProcessGroupCommunicator):
 
     gloo adds bfloat16 in bfloat16 and in an order of its own; its all-to-all is also its fastest collective.
     CUDA tensors pass through host memory, so several ranks may share one GPU.
+
+    Ranks whose collectives do not match are told so, see `tp.parallel.announced_exchange`.
     """
 
+    def all_gather_object(self, value: Any) -> list[Any]:
+        self._exchange("all_gather_object", [torch.empty(0)] * self.size, [0] * self.size)
+        return super().all_gather_object(value)
+
     def _all_reduce(self, tensor: Tensor) -> Tensor:
+        announced = f"all_reduce of {_described(tensor.shape, tensor.dtype)}"
         if tensor.nbytes <= ONE_SHOT_BYTES:
-            addends = self._all_gather(tensor.unsqueeze(0), [1] * self.size)
-            return sum_in_rank_order(addends.unbind(0))
+            addends = self._exchange(announced, [tensor.unsqueeze(0)] * self.size, [1] * self.size)
+            return sum_in_rank_order([addend[0] for addend in addends])
         sizes = [len(chunk) for chunk in chunk_ranges(tensor.numel(), self.size)]
-        reduced = self._reduce_scatter(tensor.reshape(-1), sizes)
+        reduced = self._sum_of_rows(
+            f"all_reduce of {_described(tensor.shape, tensor.dtype)}", tensor.reshape(-1), sizes
+        )
         return self._all_gather(reduced, sizes).view(tensor.shape)
 
     def _all_gather(self, tensor: Tensor, sizes: Sequence[int]) -> Tensor:
-        outgoing = torch.cat([tensor] * self.size)
-        return self._exchange(outgoing, [tensor.shape[0]] * self.size, sizes)
+        announced = f"all_gather of {_described(torch.Size([sum(sizes), *tensor.shape[1:]]), tensor.dtype)}, {sizes}"
+        return torch.cat(self._exchange(announced, [tensor] * self.size, sizes))
 
     def _reduce_scatter(self, tensor: Tensor, sizes: Sequence[int]) -> Tensor:
-        rows = sizes[self.rank]
-        addends = self._exchange(tensor.contiguous(), sizes, [rows] * self.size)
-        return sum_in_rank_order(addends.split(rows)) if rows else addends
+        announced = f"reduce_scatter of {_described(tensor.shape, tensor.dtype)}, {sizes}"
+        return self._sum_of_rows(announced, tensor, sizes)
 
     def _broadcast(self, tensor: Tensor, source: int) -> Tensor:
-        return super()._broadcast(tensor.cpu(), source).to(tensor.device)
+        announced = f"broadcast from rank {source} of {_described(tensor.shape, tensor.dtype)}"
+        whole = tensor.unsqueeze(0)
+        outgoing = [whole if self.rank == source else whole[:0]] * self.size
+        received = self._exchange(announced, outgoing, [int(rank == source) for rank in range(self.size)])
+        return received[source][0].clone()
 
-    def _exchange(self, outgoing: Tensor, send: Sequence[int], receive: Sequence[int]) -> Tensor:
-        """Sends `send[r]` rows to each rank r and returns the `receive[r]` rows from each, in rank order."""
-        staged = outgoing.cpu()
-        incoming = staged.new_empty((sum(receive), *staged.shape[1:]))
-        dist.all_to_all_single(incoming, staged, list(receive), list(send), group=self.process_group)
-        return incoming.to(outgoing.device)
+    def _sum_of_rows(self, announced: str, tensor: Tensor, sizes: Sequence[int]) -> Tensor:
+        """This rank's rows of the sum."""
+        rows = sizes[self.rank]
+        return sum_in_rank_order(self._exchange(announced, tensor.split(list(sizes)), [rows] * self.size))
+
+    def _exchange(self, announced: str, outgoing: Sequence[Tensor], receive: Sequence[int]) -> list[Tensor]:
+        device = outgoing[0].device
+        staged = outgoing if device.type == "cpu" else [rows.cpu() for rows in outgoing]
+        return [rows.to(device) for rows in exchange(self.process_group, announced, staged, receive)]
+
+
+def _described(shape: torch.Size, dtype: torch.dtype) -> str:
+    return f"{str(dtype).removeprefix('torch.')} {list(shape)}"
 
 
 class NativeCommunicator(ProcessGroupCommunicator):

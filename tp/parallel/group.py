@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import atexit
 import os
+import socket
+import sys
 from collections.abc import Callable
 from datetime import timedelta
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
+from tp import __version__
 from tp.errors import CommunicationError, TensorParallelError, first_line
+from tp.parallel.agreement import check_alike
 from tp.parallel.communicator import (
     AloneCommunicator,
     Communicator,
@@ -73,10 +78,12 @@ class TensorParallelGroup:
             device: this rank's device; by default the current CUDA device under NCCL, else the CPU.
 
         Raises:
-            CommunicationError: a backend other than NCCL and gloo, or a rank outside the process group.
+            CommunicationError: a backend other than NCCL and gloo, a rank outside the process group, or ranks of
+                different versions of this package or of torch.
         """
         if dist.get_rank(process_group) < 0:
             raise CommunicationError("this process is not a member of the process group that was given")
+        _check_versions(process_group)
         backend = str(dist.get_backend(process_group))
         if backend not in ("nccl", "gloo", "mpi", "ucc"):  # made for several device types: the device decides
             on_cuda = torch.device(device or "cuda").type == "cuda" and torch.cuda.is_available()
@@ -110,8 +117,8 @@ class TensorParallelGroup:
             timeout_s: seconds that a collective waits for a peer.
 
         Raises:
-            CommunicationError: NCCL asked for with fewer GPUs than local ranks, or without CUDA; variables that
-                are missing or make no sense.
+            CommunicationError: NCCL asked for with fewer GPUs than local ranks, or without CUDA, or of a torch without
+                NCCL; variables that are missing or make no sense.
         """
         device_type = device or ("cuda" if torch.cuda.is_available() else "cpu")
         backend = backend or ("nccl" if device_type == "cuda" else "gloo")
@@ -121,6 +128,7 @@ class TensorParallelGroup:
                 return cls.alone(bound)
             makes_world = not dist.is_initialized()
             if makes_world:
+                _check_interfaces(backend)
                 dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s))
         except ValueError as error:
             raise CommunicationError(
@@ -131,17 +139,24 @@ class TensorParallelGroup:
         assert world is not None
         group = cls.from_process_group(world, bound)
         group._made_world = makes_world
+        if makes_world and backend == "gloo":
+            atexit.register(group._close_at_exit)
         return group
 
     def close(self) -> None:
-        """Ends the group, and torch's groups where `from_environment` made them; nothing may be asked of it afterwards.
-
-        A script that leaves gloo's threads running to the end of the interpreter is aborted there now and then.
-        """
+        """Ends the group, and torch's groups where `from_environment` made them; nothing may be asked of it then."""
         self.communicator.close()
         self.communicator = AloneCommunicator()
         if self._made_world and dist.is_initialized():
             dist.destroy_process_group()
+
+    def _close_at_exit(self) -> None:
+        """The interpreter's end would abort the process now and then while threads of gloo run.
+
+        After an error it is left alone: they may wait for peers.
+        """
+        if getattr(sys, "last_value", None) is None:
+            self.close()
 
     def agree(self, action: Callable[[], T]) -> T:
         """Runs `action` on every rank; a typed error on any is raised on all (the lowest such rank's error).
@@ -163,6 +178,26 @@ class TensorParallelGroup:
         return result  # type: ignore[return-value]
 
 
+def _check_versions(process_group: dist.ProcessGroup) -> None:
+    def gather(told: object) -> list[Any]:
+        values: list[Any] = [None] * dist.get_world_size(process_group)
+        dist.all_gather_object(values, told, group=process_group)
+        return values
+
+    check_alike(gather, {"tp-decoder's version": __version__, "torch's version": torch.__version__.partition("+")[0]})
+
+
+def _check_interfaces(backend: str) -> None:
+    """Refuses a name of no network interface, of which gloo would say that an address cannot be found."""
+    here = [name for _, name in socket.if_nameindex()]
+    named = os.environ.get("GLOO_SOCKET_IFNAME", "")
+    if backend == "gloo" and named and not set(named.split(",")) <= set(here):
+        raise CommunicationError(
+            f"GLOO_SOCKET_IFNAME={named} names no network interface of this machine, which has {', '.join(here)}: "
+            "name one of these, or unset it"
+        )
+
+
 def _bind_device(device_type: str, backend: str) -> torch.device:
     """Chooses and sets this rank's device before any collective is made."""
     if device_type == "cpu":
@@ -179,6 +214,8 @@ def _bind_device(device_type: str, backend: str) -> torch.device:
             f"{local_world_size} ranks on this host but {devices} GPUs: NCCL takes one rank a GPU; "
             "use fewer ranks, or --backend gloo to share GPUs"
         )
+    if backend == "nccl" and not dist.is_nccl_available():
+        raise CommunicationError("this torch was built without NCCL: use --backend gloo")
     bound = torch.device("cuda", local_rank % devices)
     torch.cuda.set_device(bound)
     return bound

@@ -11,7 +11,7 @@ import os
 import time
 import weakref
 from collections.abc import Callable, Sequence
-from datetime import timedelta
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import torch
@@ -28,6 +28,7 @@ from tp.parallel.communicator import (
 )
 from tp.parallel.native_collectives import BUSY, MISMATCH, OTHER_DTYPE, WAITING, announcement
 from tp.parallel.shared_segment import RankSeen, SharedSegment, share_memory
+from tp.parallel.timeouts import timeout_of
 
 R = TypeVar("R")
 
@@ -54,7 +55,7 @@ def host_or_gloo(
     segment = share_memory(over_gloo.all_gather_object, over_gloo.rank, over_gloo.size, slot_bytes)
     if segment is None:
         return over_gloo
-    return SharedMemoryCommunicator(process_group, segment, timeout_s or _timeout_s(process_group))
+    return SharedMemoryCommunicator(process_group, segment, timeout_s or timeout_of(process_group).total_seconds())
 
 
 class SharedMemoryCommunicator(ProcessGroupCommunicator):
@@ -70,6 +71,7 @@ class SharedMemoryCommunicator(ProcessGroupCommunicator):
         super().__init__(process_group)
         self.statistics = CommunicationStatistics(segment.counts)
         self.timeout_s = timeout_s
+        self._global_ranks = dist.get_process_group_ranks(process_group)
         self._segment = segment
         self._endpoint = segment.endpoint
         self._native = segment.native
@@ -234,34 +236,40 @@ class SharedMemoryCommunicator(ProcessGroupCommunicator):
 
     def persist(self, status: int) -> None:
         """Goes on with a collective whose peers are late. In between, Python runs the handlers of signals."""
+        rank = self._global_ranks[self.rank]
         if status == BUSY:
-            raise CommunicationError(f"rank {self.rank}: another thread is in a collective of the same group")
-        self._refuse(f"rank {self.rank} is still waiting for its peers in another collective")
+            raise CommunicationError(f"rank {rank}: another thread is in a collective of the same group")
+        self._refuse(f"rank {rank} is still waiting for its peers in another collective")
         try:
             last_round, since = -1, 0.0
             while status == WAITING:
                 if self._segment.endpoint is None:
-                    raise CommunicationError(f"rank {self.rank} closed its group inside a collective")
+                    raise CommunicationError(f"rank {rank} closed its group inside a collective")
                 if self._segment.round != last_round:
                     last_round, since = self._segment.round, time.monotonic()
                 self._look_for_lost_peers(time.monotonic() - since)
                 status = self._native.resume(self._segment.endpoint)
             if status == MISMATCH:
-                raise CommunicationError(_mismatch(list(self._segment.everyone())))
+                raise CommunicationError(_mismatch(self._everyone()))
         except BaseException as error:
             self._segment.give_up()
             what = str(error) or type(error).__name__
-            self._refuse(f"the group cannot be used any more, since on rank {self.rank}: {what}")
+            self._refuse(f"the group cannot be used any more, since on rank {rank}: {what}")
             raise
         self._refusal = ""
 
     def _refuse(self, reason: str) -> None:
         self._refusal = reason
 
+    def _everyone(self) -> list[RankSeen]:
+        """By their ranks in the run, by which users know them."""
+        seen = zip(self._global_ranks, self._segment.everyone(), strict=True)
+        return [replace(member, rank=rank) for rank, member in seen]
+
     def _look_for_lost_peers(self, waited_s: float) -> None:
-        seen = list(self._segment.everyone())
+        seen = self._everyone()
         missing = [rank for rank in seen if rank.published < self._segment.round]
-        where = f"{seen[self.rank].announced} on rank {self.rank}"
+        where = f"{seen[self.rank].announced} on rank {seen[self.rank].rank}"
         if ended := [rank for rank in missing if rank.is_open and not rank.alive]:
             raise LostPeerError(f"{_listed(ended)} ended during {where}")
         if closed := [rank for rank in missing if rank.closed]:
@@ -302,8 +310,3 @@ def _mismatch(seen: list[RankSeen]) -> str:
 
 def _listed(ranks: list[RankSeen]) -> str:
     return " and ".join(map(str, ranks))
-
-
-def _timeout_s(process_group: dist.ProcessGroup) -> float:
-    timeout: timedelta = process_group._get_backend(torch.device("cpu")).options._timeout
-    return timeout.total_seconds()

@@ -8,7 +8,6 @@ plain torch, and are tested on memory that processes share.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from datetime import timedelta
 from functools import partial
 from itertools import chain
 from typing import Any, NamedTuple, TypeVar
@@ -22,6 +21,7 @@ from tp.errors import first_line
 from tp.parallel.communicator import NativeCommunicator, is_being_captured, pad_rows, sum_in_rank_order
 from tp.parallel.hosts import this_host
 from tp.parallel.partition import chunk_ranges
+from tp.parallel.timeouts import timeout_of
 
 R = TypeVar("R")
 
@@ -290,8 +290,8 @@ def _shared_buffers(process_group: dist.ProcessGroup, device: torch.device, rank
         memory if peer == rank else handle.get_buffer(peer, (nbytes,), torch.uint8)
         for peer in range(handle.world_size)
     ]  # fmt: skip
-    timeout: timedelta = process_group._get_backend(device).options._timeout
-    return SymmetricBuffers(of_ranks, rank, partial(handle.barrier, 0, int(timeout.total_seconds() * 1e3)))
+    timeout_ms = int(timeout_of(process_group, device).total_seconds() * 1e3)
+    return SymmetricBuffers(of_ranks, rank, partial(handle.barrier, 0, timeout_ms))
 
 
 def _failure_of_a_trial(buffers: SymmetricBuffers, device: torch.device) -> str | None:

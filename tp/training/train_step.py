@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from tp.errors import NumericalError
 from tp.models import CausalLM
 from tp.parallel.group import TensorParallelGroup
 from tp.training.clip_grad import clip_grad_norm_
-from tp.training.cross_entropy import IGNORE_INDEX, chunked_head_cross_entropy, valid_label_count
+from tp.training.cross_entropy import IGNORE_INDEX, valid_label_count
 from tp.training.data.packing import TrainingBatch
+from tp.training.loss_module import LossModule
+from tp.training.not_finite import ADVICE, culprit
 
 
 @dataclass(frozen=True)
@@ -30,19 +34,6 @@ class StepReport:
     loss: float
     grad_norm: float
     num_labels: int
-
-
-class LossModule(nn.Module):
-    """The model with its loss as its output, so that data parallelism can wrap it: batch, count → Σ loss / count."""
-
-    def __init__(self, model: CausalLM) -> None:
-        super().__init__()
-        self.model = model
-
-    def forward(self, batch: TrainingBatch, count: int, dropout_seed: int | None = None) -> Tensor:
-        decoder = self.model.model
-        normed = decoder.final_norm(decoder(batch.step(dropout_seed)))
-        return chunked_head_cross_entropy(self.model.lm_head, normed, batch.labels, count=count)
 
 
 class Learner:
@@ -79,39 +70,59 @@ class Learner:
 
         Raises:
             RequestError: a label outside the vocabulary, on all ranks.
+            NumericalError: the loss or the gradient is not finite, on all ranks, naming where it first arises; before
+                the update, so that parameters and optimiser are as they were.
         """
         micro_batches = [batch.to(self.model.group.device) for batch in micro_batches]
         labels = torch.cat([batch.labels for batch in micro_batches])
         count = valid_label_count(labels, self.model.config.vocab_size, data_parallel_group=self.data_parallel)
         first_micro_batch = self.data_parallel.rank * len(micro_batches)
+        seeds = [
+            None if dropout_seed is None else dropout_seed + first_micro_batch + i for i in range(len(micro_batches))
+        ]
         self.model.train()
         self.optimizer.zero_grad(set_to_none=True)
         total = torch.zeros((), dtype=torch.float64, device=labels.device)
-        for index, batch in enumerate(micro_batches):
+        for index, (batch, seed) in enumerate(zip(micro_batches, seeds, strict=True)):
             with self._synchronised(last=index == len(micro_batches) - 1):
-                seed = None if dropout_seed is None else dropout_seed + first_micro_batch + index
                 loss = self.loss_module(batch, count, seed)
                 (loss * self.data_parallel.size).backward()  # data parallelism averages; we want the sum
             total += loss.detach()
         total = self.data_parallel.communicator.all_reduce(total)
         norm = clip_grad_norm_(self.model, self.max_grad_norm, self.model.group)
+        report = StepReport(total.item(), norm.item(), count)
+        if not (math.isfinite(report.loss) and math.isfinite(report.grad_norm)):
+            where = culprit(self.model, list(zip(micro_batches, seeds, strict=True)), self.data_parallel)
+            raise NumericalError(f"loss is {report.loss}, gradient norm {report.grad_norm}, {where}: {ADVICE}")
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate
         self.optimizer.step()
-        return StepReport(total.item(), norm.item(), count)
+        return report
 
     @torch.no_grad()
     def evaluate(self, batches: Iterable[TrainingBatch]) -> tuple[float, int]:
-        """Mean loss in nats over the batches of all data-parallel ranks, and how many labels it is the mean of."""
+        """Mean loss in nats over the batches of all data-parallel ranks, and how many labels it is the mean of.
+
+        Raises:
+            NumericalError: it is not finite; on all ranks, naming where that first arises.
+        """
         self.model.eval()
+        bad: list[tuple[TrainingBatch, None]] = []
         sums = torch.zeros(2, dtype=torch.float64, device=self.model.group.device)
         module = LossModule(self.model)
         for batch in batches:
             batch = batch.to(self.model.group.device)
-            sums[0] += module(batch, 1).double()
+            loss = module(batch, 1).double()
+            if not bad and not math.isfinite(loss.item()):
+                bad.append((batch, None))
+            sums[0] += loss
             sums[1] += (batch.labels != IGNORE_INDEX).sum()
-        loss, count = self.data_parallel.communicator.all_reduce(sums).tolist()
-        return loss / max(count, 1), int(count)
+        total, count = self.data_parallel.communicator.all_reduce(sums).tolist()
+        if not math.isfinite(total):
+            raise NumericalError(
+                f"evaluation loss is {total}, {culprit(self.model, bad, self.data_parallel)}: {ADVICE}"
+            )
+        return total / max(count, 1), int(count)
 
     def _synchronised(self, last: bool) -> contextlib.AbstractContextManager[None]:
         """Data-parallel ranks exchange gradients once, in the backward of the last micro-batch."""

@@ -11,8 +11,11 @@ from typing import Any
 import torch
 
 from tp.errors import NumericalError
+from tp.models.description import told_of_model
+from tp.parallel.agreement import check_alike, told_of
 from tp.parallel.group import TensorParallelGroup
 from tp.training.data.packing import TrainingBatch
+from tp.training.same_batches import check_same_batches
 from tp.training.schedule import CosineSchedule
 from tp.training.train_step import Learner
 
@@ -117,8 +120,10 @@ class Trainer:
         """Trains from step `first_step` on; returns the number of steps that are done.
 
         Raises:
-            NumericalError: the loss or the gradient is not finite; on all ranks together, nothing saved.
+            NumericalError: a loss or the gradient is not finite; on all ranks together, nothing saved.
+            CommunicationError: ranks whose models, schedules or micro-batches differ; on all ranks together.
         """
+        check_alike(self.world.communicator.all_gather_object, {"first step": str(first_step), **self._told()})
         total = self.schedule.total_steps
         for step in range(first_step, total):
             self._train(step)
@@ -132,16 +137,26 @@ class Trainer:
                 return done
         return max(first_step, total)
 
+    def _told(self) -> dict[str, str]:
+        return {
+            **told_of_model(self.learner.model),
+            **told_of("schedule", self.schedule),
+            **told_of("learning rate", self.learning_rate),
+            "optimizer": str([_without_parameters(group) for group in self.learner.optimizer.param_groups]),
+            "gradient norm clipped to": str(self.learner.max_grad_norm),
+            "dropout seed": str(self.dropout_seed),
+        }
+
     def _train(self, step: int) -> None:
         began = time.perf_counter()
         rate = self.learning_rate(step)
         seed = (self.dropout_seed + step) << 20  # room for the micro-batches of a step
-        report = self.learner.step(self.batches(step), rate, seed)
-        if not (math.isfinite(report.loss) and math.isfinite(report.grad_norm)):
-            raise NumericalError(
-                f"step {step + 1}: loss is {report.loss}, gradient norm {report.grad_norm}: lower the learning rate, "
-                "or resume from the last checkpoint with other data"
-            )
+        batches = self.batches(step)
+        check_same_batches(batches, self.learner.model.group)
+        try:
+            report = self.learner.step(batches, rate, seed)
+        except NumericalError as error:
+            raise NumericalError(f"step {step + 1}: {error}") from error
         seconds = time.perf_counter() - began
         self.on_metrics(StepMetrics(step + 1, report.loss, report.grad_norm, rate, report.num_labels, seconds))
 
@@ -166,6 +181,10 @@ class Trainer:
     def _somebody_asked_to_stop(self) -> bool:
         asked = torch.tensor(float(self.stop_requested()), device=self.world.device)
         return self.world.communicator.all_reduce(asked).item() > 0
+
+
+def _without_parameters(group: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in group.items() if name != "params"}
 
 
 def _is_due(done: int, every: int) -> bool:
