@@ -159,16 +159,16 @@ def test_a_decode_step_reads_the_weights_and_the_cache_as_it_is_on_average():
     assert twice - 1000 == pytest.approx(2 * (expected - 1000))
 
 
-def test_a_prefill_computes_a_third_of_a_training_step_without_the_heads_of_all_but_the_last_tokens():
+def test_a_prefill_computes_a_third_of_a_training_step_without_the_ends_of_all_but_the_last_tokens():
     config = ModelConfig.from_hf(hub_config("llama"))
     train, prefill = (
         amounts.amount_of(Case("strong", phase, "float32", 2, 100, new_tokens), Form("own", 1, 1, 1), config, 0)
         for phase, new_tokens in (("train", 0), ("prefill", 1))
     )
     assert train == 200 * training_flops_per_token(config, 100)
-    heads = 2 * 198 * config.hidden_size * config.vocab_size
+    ends = 2 * 198 * config.hidden_size * (config.vocab_size + 3 * config.intermediate_size)  # head and last MLP
     own_token = 4 * config.num_layers * config.num_attention_heads * config.head_dim * 100  # half of it, exactly
-    assert prefill + heads == pytest.approx(train / 3 + own_token)
+    assert prefill + ends == pytest.approx(train / 3 + own_token)
 
 
 def test_dtypes_are_those_of_the_commands_where_none_is_asked_for():

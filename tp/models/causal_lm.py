@@ -89,17 +89,18 @@ class CausalLM(nn.Module):
 
     def next_token_logits(self, step: Step, cache: KVCache) -> ShardedLogits:
         """Runs a step and returns [B, V]: the logits at the last token of each of its sequences, and no others."""
-        stream = self.residual_stream(step, cache)
+        stream: ResidualStream = self.model(step, cache, None if step.decodes else step.last_rows())
         if step.decodes and not stream.layout.sharded:
             return self.logits_of(stream)
         if stream.tap is None:
-            return self.logits_of(stream.take(step.last_rows()))
+            return self.logits_of(stream.take(step.last_rows()) if step.decodes else stream)
         last: ShardedLogits = self.lm_head(self.model.final_norm(stream).select(step.last_rows()))  # it sees all rows
         return last
 
     def extend_cache(self, step: Step, cache: KVCache) -> None:
         """Runs a step of which only the keys and values are wanted."""
-        stream = self.residual_stream(step, cache)
+        nothing = step.token_ids.new_empty(0)
+        stream: ResidualStream = self.model(step, cache, nothing)
         if stream.tap is not None:  # it sees every point of every step
             self.model.final_norm(stream)
 

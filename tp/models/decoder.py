@@ -54,13 +54,28 @@ class DecoderLayer(nn.Module):
         )
 
     def forward(
-        self, stream: ResidualStream, step: Step, rotary: tuple[Tensor, Tensor], cache: LayerCache | None
+        self,
+        stream: ResidualStream,
+        step: Step,
+        rotary: tuple[Tensor, Tensor],
+        cache: LayerCache | None,
+        rows: Tensor | None = None,
     ) -> ResidualStream:
+        """The stream after the layer.
+
+        Args:
+            rotary: cos and sin of the step's tokens. cache: this layer's.
+            rows: [B] int64, the tokens whose state alone is wanted, for which a tap has to be absent; None: all.
+        """
         attention, mlp = self.attention_norms, self.mlp_norms
         with finished_gradients(self, stream.layout):
             z = stream.read(attention.of_input)
             a = self.self_attn(z, step, rotary, cache, stream.tap)
             stream.write(a, Site(self.index, "attn_out"), attention.of_write, attention.of_state)
+            if rows is not None:
+                if not len(rows):
+                    return stream  # its keys and values are in the cache
+                stream = stream.take(rows)
             z = stream.read(mlp.of_input)
             m = self.mlp(z)
             stream.write(m, Site(self.index, "mlp_out"), mlp.of_write, mlp.of_state)
@@ -70,10 +85,15 @@ class DecoderLayer(nn.Module):
 
 
 def run_layer(
-    layer: nn.Module, stream: ResidualStream, step: Step, rotary: tuple[Tensor, Tensor], cache: LayerCache | None
+    layer: nn.Module,
+    stream: ResidualStream,
+    step: Step,
+    rotary: tuple[Tensor, Tensor],
+    cache: LayerCache | None,
+    rows: Tensor | None,
 ) -> ResidualStream:
     """Calls the layer; what activation checkpointing replaces."""
-    result: ResidualStream = layer(stream, step, rotary, cache)
+    result: ResidualStream = layer(stream, step, rotary, cache, rows)
     return result
 
 
@@ -110,11 +130,13 @@ class Decoder(nn.Module):
         self.run_layer = run_layer
         self.tap: Tap | None = None
 
-    def forward(self, step: Step, cache: KVCache | None = None) -> ResidualStream:
+    def forward(self, step: Step, cache: KVCache | None = None, rows: Tensor | None = None) -> ResidualStream:
         """Runs the step's tokens through every layer. The stream may hold writes that are still to be combined.
 
         Args:
             cache: extended by the step's keys and values; None where every sequence begins and ends in the step.
+            rows: [B] int64, the tokens whose last state is wanted: the stream is then of those, or of no use where
+                there are none. None, or a tap: all.
         """
         if cache is not None:
             cache.check_room(step)
@@ -123,8 +145,10 @@ class Decoder(nn.Module):
         embedding: Partial = self.embed_tokens(step.token_ids)
         stream.write(embedding, Site(None, "embed"))
         rotary = self.rotary(step, embedding.value.dtype)
+        last = len(self.layers) - 1
         for index, layer in enumerate(self.layers):
-            stream = self.run_layer(layer, stream, step, rotary, cache.layers[index] if cache else None)
+            wanted = rows if index == last and tap is None else None
+            stream = self.run_layer(layer, stream, step, rotary, cache.layers[index] if cache else None, wanted)
         return stream
 
     def final_norm(self, stream: ResidualStream) -> Normed:

@@ -39,23 +39,25 @@ class Collective:
 def step_collectives(
     model: RankModel, tokens: int, sharded: bool, num_logits: int, num_sampled: int
 ) -> tuple[Collective, ...]:
-    """Writes to the stream are the embedding's and two a layer; the last is cut to the rows whose logits are wanted.
+    """Writes to the stream are the embedding's and two a layer; the last two are cut to the rows that give logits.
 
-    Where a step gives no logits, nobody asks for its last write. Every step ends in rank 0's decision.
+    Where a step gives no logits, nobody asks for them. Every step ends in rank 0's decision.
 
     Args:
         num_logits: rows of the head. num_sampled: those of them that a token is chosen from.
     """
     layers, rows, few_rows = model.parameters.num_layers, tokens * model.row_bytes, num_logits * model.row_bytes
+    cut = num_logits != tokens
+    whole = 2 * layers - 1 if cut else 2 * layers
     made = []
     if sharded:
-        made += [Collective(REDUCE_SCATTER, rows, 2 * layers), Collective(ALL_GATHER, rows, 2 * layers)]
+        made += [Collective(REDUCE_SCATTER, rows, whole), Collective(ALL_GATHER, rows, whole)]
+        made += [Collective(ALL_REDUCE, few_rows, 3 if cut else 2)] if num_logits else []
+    elif cut:
+        made += [Collective(ALL_REDUCE, rows, whole)]
         made += [Collective(ALL_REDUCE, few_rows, 2)] if num_logits else []
-    elif num_logits == tokens:
-        made += [Collective(ALL_REDUCE, rows, 2 * layers + 1)]
     else:
-        made += [Collective(ALL_REDUCE, rows, 2 * layers)]
-        made += [Collective(ALL_REDUCE, few_rows, 1)] if num_logits else []
+        made += [Collective(ALL_REDUCE, rows, whole + 1)]
     candidates, decision = num_sampled * CANDIDATE_BYTES, DECISION_LENGTH_BYTES + DECISION_BYTES * (1 + num_sampled)
     made += [Collective(ALL_GATHER, model.tp_size * candidates, 1)] if num_sampled else []
     return (*made, Collective(BROADCAST, decision, 1))

@@ -137,11 +137,18 @@ def training_work(model: RankModel, batch: int, context: int, *, sharded: bool, 
 def _step(
     model: RankModel, pieces: Sequence[SequenceSlice], *, captured: bool, sharded: bool, num_sampled: int
 ) -> StepWork:
-    """A forward that chooses `num_sampled` tokens. If it chooses any, the head sees the last token of every piece."""
+    """A forward that chooses `num_sampled` tokens. If it chooses any, the head sees the last token of every piece.
+
+    The last layer's MLP sees no others.
+    """
     tokens, layers = sum(piece.length for piece in pieces), model.parameters.num_layers
     num_logits = len(pieces) if num_sampled else 0
     own = ceil_div(tokens, model.tp_size) if sharded else tokens
-    products = [Product(tokens, matrix, layers) for matrix in model.parameters.layer_matrices]
+    attention, mlp = model.parameters.layer_matrices[:2], model.parameters.layer_matrices[2:]
+    products = [Product(tokens, matrix, layers) for matrix in attention]
+    products += [Product(tokens, matrix, layers if num_logits == tokens else layers - 1) for matrix in mlp]
+    if num_logits not in (0, tokens):
+        products += [Product(num_logits, matrix, 1) for matrix in mlp]
     if num_logits:
         products.append(Product(num_logits, model.parameters.head, 1))
     return StepWork(

@@ -19,7 +19,12 @@ def checkpoint_layers(model: CausalLM) -> None:
 
 
 def run_checkpointed_layer(
-    layer: nn.Module, stream: ResidualStream, step: Step, rotary: tuple[Tensor, Tensor], cache: LayerCache | None
+    layer: nn.Module,
+    stream: ResidualStream,
+    step: Step,
+    rotary: tuple[Tensor, Tensor],
+    cache: LayerCache | None,
+    rows: Tensor | None,
 ) -> ResidualStream:
     """One layer from settled state to settled state.
 
@@ -29,7 +34,7 @@ def run_checkpointed_layer(
 
     def settled_layer(base: Tensor) -> Tensor:
         inner = ResidualStream(stream.layout, base=base, tap=stream.tap)
-        result: ResidualStream = layer(inner, step, rotary, cache)
+        result: ResidualStream = layer(inner, step, rotary, cache, rows)
         return result.settle()
 
     base: Any = checkpoint(settled_layer, stream.settle(), use_reentrant=False)

@@ -241,10 +241,12 @@ void linear(const T* x, int64_t x_stride, const typename P::Weight* weight, cons
   const int64_t whole = columns / P::kGroup * P::kGroup;
   const Problem<T, P> problem{prepared.data(), units.data(), weight, scales, bias, y, columns, whole, out};
   in_parallel(out, threads, [&](int64_t first, int64_t last) {
-    if (kTotals == 16 || rows <= 2)
-      streams<4, kTotals / 4>(problem, rows, first, last);
+    if constexpr (kTotals == 16)
+      streams<4, 4>(problem, rows, first, last);
+    else if (rows <= 2)
+      streams<4, 2>(problem, rows, first, last);
     else
-      streams<2, kTotals / 2>(problem, rows, first, last);
+      streams<2, 4>(problem, rows, first, last);
   });
 }
 

@@ -6,6 +6,7 @@
 
 #include <algorithm>
 #include <limits>
+#include <memory>
 #include <vector>
 
 #include "exponential.h"
@@ -57,7 +58,9 @@ struct Prefill {
   T* out;  // [queries, heads, head_dim]
   int64_t heads, kv_heads, queries, keys, head_dim;
 
-  int64_t blocks() const { return (keys + kKeys - 1) / kKeys; }
+  // Of all blocks of keys, those that some query sees: a window may hide the first ones.
+  int64_t first_block() const { return window ? std::max<int64_t>(0, keys - queries - window + 1) / kKeys : 0; }
+  int64_t blocks() const { return (keys + kKeys - 1) / kKeys - first_block(); }
   int64_t columns() const { return Columns<T>::count(head_dim); }
   int64_t width() const { return (head_dim + kLanes - 1) / kLanes * kLanes; }  // of a value in whole registers
 };
@@ -66,28 +69,28 @@ struct Prefill {
 template <typename T>
 struct Packed {
   using Element = typename Columns<T>::Element;
-  std::vector<Element> keys;  // [kv_heads, blocks, columns, kKeys]
-  std::vector<float> values;  // [kv_heads, blocks, kKeys, width]
+  std::unique_ptr<Element[]> keys;  // [kv_heads, blocks, columns, kKeys]
+  std::unique_ptr<float[]> values;  // [kv_heads, blocks, kKeys, width]
 
-  void fill(const Prefill<T>& p, int threads) {
-    keys.resize(p.kv_heads * p.blocks() * p.columns() * kKeys);
-    values.resize(p.kv_heads * p.blocks() * kKeys * p.width());
+  Packed(const Prefill<T>& p, int threads)
+      : keys(new Element[p.kv_heads * p.blocks() * p.columns() * kKeys]),
+        values(new float[p.kv_heads * p.blocks() * kKeys * p.width()]) {
     in_parallel(p.kv_heads * p.blocks(), threads, [&](int64_t first, int64_t last) {
-      for (int64_t i = first; i < last; ++i) fill_block(p, i / p.blocks(), i % p.blocks());
+      for (int64_t i = first; i < last; ++i) fill_block(p, i / p.blocks(), p.first_block() + i % p.blocks());
     });
   }
 
-  const Element* keys_of(const Prefill<T>& p, int64_t head, int64_t block) const {
-    return keys.data() + (head * p.blocks() + block) * p.columns() * kKeys;
+  Element* keys_of(const Prefill<T>& p, int64_t head, int64_t block) const {
+    return keys.get() + (head * p.blocks() + block - p.first_block()) * p.columns() * kKeys;
   }
-  const float* values_of(const Prefill<T>& p, int64_t head, int64_t block) const {
-    return values.data() + (head * p.blocks() + block) * kKeys * p.width();
+  float* values_of(const Prefill<T>& p, int64_t head, int64_t block) const {
+    return values.get() + (head * p.blocks() + block - p.first_block()) * kKeys * p.width();
   }
 
  private:
   void fill_block(const Prefill<T>& p, int64_t head, int64_t block) {
-    Element* columns = keys.data() + (head * p.blocks() + block) * p.columns() * kKeys;
-    float* rows = values.data() + (head * p.blocks() + block) * kKeys * p.width();
+    Element* columns = keys_of(p, head, block);
+    float* rows = values_of(p, head, block);
     const int64_t count = std::min(kKeys, p.keys - block * kKeys);
     std::fill_n(rows, kKeys * p.width(), 0.0f);
     for (int64_t i = 0; i < count; ++i) {
@@ -223,8 +226,7 @@ void attend(const Prefill<T>& p, const Packed<T>& packed, int64_t kv_head, int64
 
 template <typename T>
 void prefill_attention(const Prefill<T>& p, int threads) {
-  Packed<T> packed;
-  packed.fill(p, threads);
+  const Packed<T> packed(p, threads);
   const int64_t blocks = (p.queries + kQueries - 1) / kQueries;
   in_parallel(p.heads * blocks, threads, [&](int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end; ++i) {

@@ -92,7 +92,8 @@ inline Floats odd(Words pairs) { return reinterpret_cast<Floats>(pairs & 0xffff0
 // Four sums in one register, of which the lanes of x are added up in pairs.
 inline __m128 quarter(Floats x) {
 #if defined(__AVX512F__)
-  const __m256 half = _mm256_add_ps(_mm512_castps512_ps256((__m512)x), _mm512_extractf32x8_ps((__m512)x, 1));
+  const __m256 upper = _mm256_castpd_ps(_mm512_extractf64x4_pd(_mm512_castps_pd((__m512)x), 1));
+  const __m256 half = _mm256_add_ps(_mm512_castps512_ps256((__m512)x), upper);
 #else
   const __m256 half = (__m256)x;
 #endif
