@@ -5,7 +5,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 INSTALLED := .venv/.installed
 
-.PHONY: help venv demo peers test test-all lint types tests clean
+.PHONY: help venv demo peers test test-all fresh lint types tests clean
 .NOTPARALLEL:
 
 help:
@@ -13,6 +13,7 @@ help:
 	@echo 'make demo      a small model on two ranks: its text, then a table of times, bytes and collectives'
 	@echo 'make test      lint, types and tests'
 	@echo 'make test-all  the same, with the long tests'
+	@echo 'make fresh     demo and test in a clone with an empty environment and home'
 	@echo 'make lint      ruff alone'
 	@echo 'make peers     environments of the systems that benchmarks compare with, in .peers; takes many minutes'
 	@echo 'make clean     removes caches and build output; keeps .venv and .peers'
@@ -51,6 +52,9 @@ types: venv
 # Two files at a time: many tests wait for processes that they start.
 tests: venv
 	$(BIN)/python -m pytest -n 2 --dist loadfile
+
+fresh:
+	tests/fresh.sh
 
 clean:
 	rm -rf build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
