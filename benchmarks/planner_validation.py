@@ -10,18 +10,19 @@ from __future__ import annotations
 
 import argparse
 import json
-import subprocess
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from benchmarks.planner_parts import all_reduce, gpt_fast, local_time, memory, weak_scaling
-from benchmarks.planner_parts.comparison import RESULTS, Comparison, largest_error, mean_error
+from benchmarks.planner_parts.comparison import Comparison, largest_error, mean_error
 from launch.measurement.command_line import integers
-from launch.measurement.lineup import available_cores
-from tp.planning.hardware import load_profile
+from launch.planning import calibration
+from launch.planning.machine import SYNTHETIC
+from tp.planning.hardware import PROFILES, load_profile
+from tp.planning.precision import Precision
 
-PROFILE = RESULTS / "planner-profile.json"
+PROFILE = PROFILES / "two-core-cpu.json"
+DTYPE = "bfloat16"
 
 
 def main() -> None:
@@ -36,11 +37,11 @@ def main() -> None:
 
 
 def measure(models: Sequence[Path], degrees: Sequence[int], rounds: int) -> None:
-    """Calibrates, then measures at once, before the machine becomes another one."""
-    calibrate = ["plan", "--calibrate", "--tp", ",".join(map(str, degrees)), "--out", str(PROFILE)]
-    subprocess.run([sys.executable, "-m", "launch", *calibrate], check=True)
+    """Calibrates and times the models in the same rounds; then their memory."""
     directories = [model for model in models if model.is_dir()]
-    rows = local_time.measure(directories, degrees, available_cores(), rounds)
+    measured = calibration.measure(degrees, DTYPE, [*SYNTHETIC, *local_time.subjects(directories)], rounds)
+    calibration.make_profile(measured, Precision.of(DTYPE)).write(PROFILE)
+    rows = local_time.rows(directories, measured)
     local_time.STORED.write_text("\n".join(map(json.dumps, rows)) + "\n", encoding="utf-8")
     runs = memory.measure(models, degrees)
     memory.STORED.write_text("\n".join(map(json.dumps, runs)) + "\n", encoding="utf-8")

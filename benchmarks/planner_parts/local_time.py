@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from benchmarks.planner_parts.comparison import RESULTS, Comparison
-from launch.measurement.command_line import tell
 from launch.measurement.decoding import Case
-from launch.measurement.decoding import compare as measure_cases
-from launch.measurement.lineup import lineup
-from launch.measurement.model_facts import model_facts
-from launch.measurement.peers.task import Task
+from launch.measurement.spread import Spread
+from launch.planning.machine import Measurements, Subject
 from tp.config import ModelConfig
 from tp.planning.hardware import Profile
 from tp.planning.plan import Workload, decode_time, prefill_time
@@ -32,33 +30,34 @@ CASES = (
 """None of them is timed by the calibration, nor is any of the models."""
 
 
-def measure(models: Sequence[Path], degrees: Sequence[int], threads: int, rounds: int) -> list[dict[str, Any]]:
-    """Medians of every case, degrees in turns."""
+def subjects(models: Sequence[Path]) -> list[Subject]:
+    """What is timed of the models, in the rounds of the calibration: all meet the machine as it is by then."""
     from tp.checkpoint.settings import read_model_config
 
-    rows = []
-    for model in models:
-        task = Task(str(model), "bfloat16", most_sequences=8, most_tokens=1024)
-        contestants = lineup(task, degrees, [], threads)
-        facts = model_facts(str(model), "bfloat16")
-        measured = measure_cases(contestants, CASES, facts, rounds=rounds, timeout_s=600.0, watch=tell)
-        config = read_model_config(str(model)).to_hf()
-        rows += [
-            {
-                "model": model.name,
-                "config": config,
-                "tp_size": row.processes,
-                "phase": row.phase,
-                "batch": row.batch,
-                "prompt_tokens": row.prompt_tokens,
-                "new_tokens": row.new_tokens,
-                "ms": row.milliseconds.median,
-                "lowest_ms": row.milliseconds.minimum,
-                "highest_ms": row.milliseconds.maximum,
-            }
-            for row in measured.rows
-        ]
-    return rows
+    return [Subject(model.name, str(model), read_model_config(str(model)).vocab_size, CASES) for model in models]
+
+
+def rows(models: Sequence[Path], measured: Measurements) -> list[dict[str, Any]]:
+    """Medians of every case."""
+    from tp.checkpoint.settings import read_model_config
+
+    configs = {model.name: read_model_config(str(model)).to_hf() for model in models}
+    found = []
+    for (name, degree, case), answers in measured.answers.items():
+        if name in configs:
+            ms = Spread.of(answer.ttft_ms if case.phase == "prefill" else answer.tpot_ms for answer in answers)
+            found.append(
+                {
+                    "model": name,
+                    "config": configs[name],
+                    "tp_size": degree,
+                    **asdict(case),
+                    "ms": ms.median,
+                    "lowest_ms": ms.minimum,
+                    "highest_ms": ms.maximum,
+                }
+            )
+    return found
 
 
 def compare(rows: Sequence[dict[str, Any]], profile: Profile) -> list[Comparison]:

@@ -10,10 +10,19 @@ import argparse
 import json
 import os
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 
 from launch.measurement.lineup import available_cores
-from launch.planning.machine import CHUNK, Measurements, measure_models, measure_ranks
+from launch.planning.machine import (
+    CHUNK,
+    ROUNDS,
+    SYNTHETIC,
+    Measurements,
+    Subject,
+    measure_models,
+    measure_ranks,
+)
 from launch.planning.synthetic import CONFIGS
 from launch.terminal import Terminal
 from tp.errors import RequestError
@@ -32,12 +41,7 @@ def calibrate(arguments: argparse.Namespace, terminal: Terminal) -> None:
     """
     degrees = sorted({*arguments.tp.named, *arguments.tp.ranged}) if arguments.tp else list(USUAL_DEGREES)
     dtype = "bfloat16" if arguments.dtype == "auto" else arguments.dtype
-    measured = Measurements()
-    with tempfile.TemporaryDirectory(prefix="tp-decoder-plan-") as directory:
-        for degree in degrees:
-            measure_ranks(degree, Path(directory), measured)
-    measure_models(degrees, dtype, measured)
-    profile = make_profile(measured, Precision.of(dtype))
+    profile = make_profile(measure(degrees, dtype, SYNTHETIC), Precision.of(dtype))
     try:
         profile.write(arguments.out)
     except OSError as error:
@@ -48,14 +52,28 @@ def calibrate(arguments: argparse.Namespace, terminal: Terminal) -> None:
         terminal.show("\n".join(_told(profile)) + "\n")
 
 
+def measure(degrees: Sequence[int], dtype: str, subjects: Sequence[Subject], rounds: int = ROUNDS) -> Measurements:
+    """The ranks, their collectives, and the subjects.
+
+    Raises:
+        ContestantError: a rank did not start, or did not answer.
+    """
+    measured = Measurements()
+    with tempfile.TemporaryDirectory(prefix="tp-decoder-plan-") as directory:
+        for degree in degrees:
+            measure_ranks(degree, Path(directory), measured)
+    measure_models(degrees, dtype, subjects, measured, rounds)
+    return measured
+
+
 def make_profile(measured: Measurements, precision: Precision) -> Profile:
     """The profile that explains what was measured."""
-    degrees = sorted(measured.observations)
+    degrees = measured.degrees
     fabric = Fabric(measured=tuple(measured.collectives))
     rates: dict[int, Rates] = {}
     for degree in degrees:
         alone = rates.get(1) if degree > 1 else None
-        rates[degree] = fit_rates(measured.observations[degree], precision, degree, fabric, CHUNK, alone)
+        rates[degree] = fit_rates(measured.observations(degree), precision, degree, fabric, CHUNK, alone)
     reads = ", ".join(f"{rate:.1f} GB/s in {degree} processes" for degree, rate in measured.read_gb_per_s.items())
     return Profile(
         name=f"{available_cores()} cores",

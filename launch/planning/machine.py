@@ -38,21 +38,57 @@ Measured = DecodeAnswer | float
 """A contestant's answer, or the bytes a second that readers read."""
 
 
+@dataclass(frozen=True)
+class Subject:
+    """A model to time.
+
+    Attributes:
+        name: in what is told, and in the results.
+        model: what a contestant loads: a directory, or a configuration as text.
+        vocab_size: token ids of its prompts.
+        cases: what is timed of it.
+    """
+
+    name: str
+    model: str
+    vocab_size: int
+    cases: tuple[Case, ...]
+
+
+SYNTHETIC = tuple(
+    Subject(name, text_of_config(config), config.vocab_size, CASES[name]) for name, config in CONFIGS.items()
+)
+"""The models that rates are fitted to."""
+
+
 @dataclass
 class Measurements:
     """Everything that was measured.
 
     Attributes:
-        observations: by degree.
+        answers: of every counted round, by the subject's name, degree and case.
         read_gb_per_s: by degree, of plain memory reads by as many processes and threads.
         collectives: of all degrees above 1.
         runtime_bytes: of a rank.
     """
 
-    observations: dict[int, list[Observation]] = field(default_factory=dict)
+    answers: dict[tuple[str, int, Case], list[DecodeAnswer]] = field(default_factory=dict)
     read_gb_per_s: dict[int, float] = field(default_factory=dict)
     collectives: list[MeasuredCollective] = field(default_factory=list)
     runtime_bytes: int = 0
+
+    @property
+    def degrees(self) -> list[int]:
+        return sorted({degree for _, degree, _ in self.answers})
+
+    def observations(self, degree: int) -> list[Observation]:
+        """Of the synthetic models."""
+        return [
+            each
+            for (name, at, case), answers in self.answers.items()
+            if at == degree and name in CONFIGS
+            for each in observations(name, case, answers)
+        ]
 
 
 def measure_ranks(degree: int, directory: Path, measured: Measurements) -> None:
@@ -72,34 +108,36 @@ def measure_ranks(degree: int, directory: Path, measured: Measurements) -> None:
     tell(f"{degree} ranks: a process and its libraries take {content['runtime_bytes'] / 1e6:,.0f} MB")
 
 
-def measure_models(degrees: Sequence[int], dtype: str, measured: Measurements) -> None:
-    """Every case of every model at every degree, once a round; then the medians."""
+def measure_models(
+    degrees: Sequence[int], dtype: str, subjects: Sequence[Subject], measured: Measurements, rounds: int = ROUNDS
+) -> None:
+    """Every case of every model at every degree, once a round: all of them meet the machine as it is by then."""
     with ExitStack() as stack:
         actions: dict[str, Callable[[], Measured]] = {}
-        about: dict[str, tuple[int, str, Case]] = {}
-        for name, config in CONFIGS.items():
+        about: dict[str, tuple[str, int, Case]] = {}
+        for subject in subjects:
+            contestants = [_contestant(subject.model, dtype, degree) for degree in degrees]
             field = stack.enter_context(Field())
-            contestants = [_contestant(text_of_config(config), dtype, degree) for degree in degrees]
-            field.load(contestants, lambda text, name=name: tell(f"{name}: {text}"))
+            field.load(contestants, lambda text, name=subject.name: tell(f"{name}: {text}"))
             for degree, contestant in zip(degrees, contestants, strict=True):
                 if contestant.name in field.failures:
                     raise ContestantError(f"{contestant.name}: {field.failures[contestant.name]}")
-                for case in CASES[name]:
-                    key = f"{name}, {contestant.name}, {case}"
-                    about[key] = (degree, name, case)
-                    actions[key] = _action(field, contestant, case, config.vocab_size)
+                for case in subject.cases:
+                    key = f"{subject.name}, {contestant.name}, {case}"
+                    about[key] = (subject.name, degree, case)
+                    actions[key] = _action(field, contestant, case, subject.vocab_size)
         readers = {degree: stack.enter_context(ReadBandwidth(degree, _cores_of(degree))) for degree in degrees}
         actions.update({reader.name: reader.bytes_per_second for reader in readers.values()})
-        rounds = interleave(actions, rounds=ROUNDS, watch=lambda turn: tell(_turn(turn.contestant, turn.round)))
-    if rounds.failures:
-        name, reason = next(iter(rounds.failures.items()))
+        told = interleave(actions, rounds=rounds, watch=lambda turn: tell(_turn(turn.contestant, turn.round, rounds)))
+    if told.failures:
+        name, reason = next(iter(told.failures.items()))
         raise ContestantError(f"{name}: {reason}")
     for degree, reader in readers.items():
-        rates = [rate for rate in rounds.results[reader.name] if not isinstance(rate, DecodeAnswer)]
+        rates = [rate for rate in told.results[reader.name] if not isinstance(rate, DecodeAnswer)]
         measured.read_gb_per_s[degree] = Spread.of(rates).median / 1e9
-    for key, (degree, name, case) in about.items():
-        answers = [answer for answer in rounds.results[key] if isinstance(answer, DecodeAnswer)]
-        measured.observations.setdefault(degree, []).extend(observations(name, case, answers))
+    for key, of_what in about.items():
+        answers = [answer for answer in told.results[key] if isinstance(answer, DecodeAnswer)]
+        measured.answers[of_what] = answers
 
 
 def observations(name: str, case: Case, answers: Sequence[DecodeAnswer]) -> list[Observation]:
@@ -133,5 +171,5 @@ def _threads(degree: int) -> dict[str, str]:
     return {**os.environ, "OMP_NUM_THREADS": str(_cores_of(degree))}
 
 
-def _turn(name: str, number: int) -> str:
-    return f"{'warm-up' if number == 0 else f'round {number} of {ROUNDS}'}: {name}"
+def _turn(name: str, number: int, rounds: int) -> str:
+    return f"{'warm-up' if number == 0 else f'round {number} of {rounds}'}: {name}"
