@@ -15,6 +15,8 @@ if TYPE_CHECKING:
 
 LARGEST_COUNT = 10**15
 """Above anything that is counted here, bytes included."""
+LONGEST_S = 1e6
+"""Eleven days."""
 
 
 class Parser(argparse.ArgumentParser):
@@ -40,7 +42,7 @@ def positive(text: str) -> int:
     except ValueError:
         value = 0
     if not 1 <= value <= LARGEST_COUNT:
-        raise argparse.ArgumentTypeError(f"{text!r} is not an integer of at least 1")
+        raise argparse.ArgumentTypeError(f"{text!r} is not an integer of at least 1, and at most {LARGEST_COUNT:.0e}")
     return value
 
 
@@ -63,14 +65,14 @@ def seconds(text: str) -> float:
     """The type of options that are durations.
 
     Raises:
-        ArgumentTypeError: not a number above 0, or of more days than a timer takes.
+        ArgumentTypeError: not a number above 0, or `LONGEST_S` and more.
     """
     try:
         value = float(text)
     except ValueError:
         value = 0.0
-    if not 0.0 < value < 1e6:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds above 0")
+    if not 0.0 < value < LONGEST_S:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds above 0, and below {LONGEST_S:.0f}")
     return value
 
 

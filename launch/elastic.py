@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -58,10 +59,12 @@ class RanksHere:
 
     Attributes:
         asked_to_end: global ranks whose processes still ran at that moment.
+        over: set by whoever started them, once they have ended.
     """
 
     def __init__(self, undertaker: Undertaker) -> None:
         self.asked_to_end: set[int] = set()
+        self.over = threading.Event()
         self._undertaker = undertaker
         self._closed = False
 
@@ -70,7 +73,8 @@ class RanksHere:
         ranks = _global_ranks(context)
         process_ids = {ranks[local]: process_id for local, process_id in context.pids().items()}
         self._undertaker.take_over(process_ids.values())
-        heartbeat.watch(process_ids, {ranks[local]: Path(path) for local, path in context.error_files.items()})
+        error_files = {ranks[local]: Path(path) for local, path in context.error_files.items()}
+        heartbeat.watch(process_ids, error_files, self.over)
 
     def closing(self, context: Any) -> None:
         """For `when_closing`, which may come several times."""

@@ -24,7 +24,9 @@ from tp.errors import LostPeerError, RankFailedError, TensorParallelError, first
 ENTRY = "tp_decoder"
 """Key of our entry in an error file."""
 _LOST_PEER_TYPES = {"DistBackendError", "DistNetworkError", "DistStoreError", "LostPeerError", "RankFailedError"}
-_LOST_PEER_MESSAGES = ("gloo/transport", "Connection closed by peer", "Connection reset by peer", "NCCL error")
+_LOST_PEER_MESSAGES = ("gloo/transport", "NCCL error")
+_OWN_FAULTS = ("ncclInvalidUsage", "ncclInvalidArgument", "ncclUnhandledCudaError", "ncclInternalError")
+"""What NCCL says of the rank that it runs on."""
 
 _PLACE_IN_SOURCE = re.compile(r"^\[\S+:\d+\] ")
 
@@ -139,7 +141,8 @@ def blamed_on(cause: Failure, absent: Collection[int]) -> Failure:
     """What to tell of a `cause` that only speaks of a lost peer, and does not know which.
 
     Args:
-        absent: ranks that ran on until the launcher ended them. If it is one, the others waited for that one.
+        absent: ranks that ran on until the launcher ended them, where all others have failed. If it is one, the others
+            waited for that one.
     """
     if not cause.lost_peer or cause.names_another or len(absent) != 1:
         return cause
@@ -174,6 +177,9 @@ def _is_lost_peer(error: BaseException | None) -> bool:
 
 
 def _speaks_of_lost_peer(error: BaseException) -> bool:
+    """A collective failed for it; not a download, nor anything else that a script does over a connection."""
+    if isinstance(error, OSError) or any(fault in str(error) for fault in _OWN_FAULTS):
+        return False
     return type(error).__name__ in _LOST_PEER_TYPES or any(text in str(error) for text in _LOST_PEER_MESSAGES)
 
 

@@ -134,6 +134,10 @@ def _environment(placement: Placement, debug: bool) -> Mapping[str, str]:
 def _undertaker() -> Undertaker:
     try:
         return Undertaker()
+    except ChildProcessError as error:
+        raise RequestError(
+            f"no further process can be started ({error.strerror}): end others, or raise ulimit -u"
+        ) from error
     except OSError as error:
         raise RequestError(f"no temporary directory can be made ({error.strerror}): TMPDIR names another") from error
 
@@ -183,6 +187,8 @@ def _launch(
         return 128 + int(error.sigval)
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
+    finally:
+        ranks.over.set()
     return 0
 
 
@@ -223,7 +229,8 @@ def _listening(request: ForwardedSigterm | None) -> contextlib.AbstractContextMa
 
 def _tell(noticed: Sequence[Failure], absent: set[int], placement: Placement, directory: Path, debug: bool) -> int:
     cause = failures.first(noticed)
-    if placement.nodes == 1:
+    others_failed = len(noticed) + len(absent) == placement.ranks_here
+    if placement.nodes == 1 and others_failed:
         cause = failures.blamed_on(cause, absent)
     together = failures.all_alike(noticed, placement.ranks_here)
     if not cause.recorded:

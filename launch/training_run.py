@@ -36,12 +36,12 @@ def run(arguments: argparse.Namespace, world: TensorParallelGroup, terminal: Ter
         saved = world.communicator.all_gather_object(saved_run(arguments) if world.rank == 0 else None)[0]
         recipe = Recipe.of(arguments, None if saved is None else saved[RECIPE])
         dtype = compute_dtype(arguments, saved, world.device)
-        check_alike(world.communicator.all_gather_object, {**told_of("recipe", recipe), **_told(arguments, dtype)})
+        check_alike(world.communicator, {**told_of("recipe", recipe), **_told(arguments, dtype)})
         groups = TrainingGroups.of(world, arguments.dp)
         start = find_start(arguments, recipe, world)
         data = load_data(arguments, recipe, start, groups, terminal)
         about = {"data": data.fingerprint(), "dtype": str(dtype).removeprefix("torch.")}
-        check_alike(world.communicator.all_gather_object, {"the tokens of --data": about["data"]})
+        check_alike(world.communicator, {"the tokens of --data": about["data"]})
         _check_data(about, saved)
         learner = make_learner(arguments, recipe, start, groups, dtype)
         store = CheckpointStore(arguments.output, arguments.keep)

@@ -8,8 +8,11 @@ import shutil
 import threading
 import time
 from collections.abc import Iterator
+from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import huggingface_hub
 import pytest
@@ -28,7 +31,7 @@ from checkpoint_samples import (
 from huggingface_hub.errors import LocalEntryNotFoundError, RepositoryNotFoundError
 from pool import RankPool
 
-from tp.checkpoint import open_checkpoint
+from tp.checkpoint import open_checkpoint, same_checkpoint
 from tp.checkpoint.hosts import ranks_on_this_host, this_host
 from tp.checkpoint.together import work_together
 from tp.errors import CheckpointError, ConfigError, RankFailedError
@@ -293,21 +296,32 @@ def test_ranks_of_one_machine_know_each_other() -> None:
 # Work that takes longer than a collective may.
 
 
-def work_longer_than_a_timeout(group: TensorParallelGroup) -> str:
-    from datetime import timedelta
-
+def impatient(group: TensorParallelGroup) -> TensorParallelGroup:
     short = dist.new_group(list(range(group.size)), timeout=timedelta(seconds=0.8), use_local_synchronization=True)
-    impatient = TensorParallelGroup.from_process_group(short)
+    return TensorParallelGroup.from_process_group(short)
 
+
+def work_longer_than_a_timeout(group: TensorParallelGroup) -> str:
     def work() -> str:
         time.sleep(1.5 if group.rank == 1 else 0)
         return f"rank {group.rank}"
 
-    return work_together(impatient, work)
+    return work_together(impatient(group), work)
+
+
+def samples_of_a_slow_disk(group: TensorParallelGroup) -> int:
+    def read(source: Any, name: str) -> tuple[str, int]:
+        time.sleep(1.5 if group.rank == 1 else 0)
+        return "digest", 7
+
+    source: Any = SimpleNamespace(tensors=("only",))
+    with mock.patch.object(same_checkpoint, "_sample", read):
+        return same_checkpoint.check_same_values(source, impatient(group))
 
 
 def test_ranks_wait_for_the_slowest_beyond_the_timeout_of_collectives(ranks: RankPool) -> None:
     assert ranks(2).run(work_longer_than_a_timeout) == ["rank 0", "rank 1"]
+    assert ranks(2).run(samples_of_a_slow_disk) == [7, 7]
 
 
 def test_an_error_that_is_none_of_ours_ends_the_waiting() -> None:

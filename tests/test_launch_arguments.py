@@ -65,6 +65,7 @@ def complaint(capsys: pytest.CaptureFixture[str], *argv: str | Path) -> tuple[in
         (["--prompt", "a", "--stop", ""], "stop is ''"),
         (["--prompt", "a", "--tp", "0"], "argument --tp: '0' is not an integer of at least 1"),
         (["--prompt", "a", "--tp", "two"], "argument --tp: 'two' is not an integer of at least 1"),
+        (["--prompt", "a", "--tp", "9" * 16], "9' is not an integer of at least 1, and at most 1e+15"),
         (["--prompt", "a", "--max-context", "-1"], "argument --max-context: '-1' is not"),
         (["--prompt", "a", "--dtype", "int8"], "argument --dtype: invalid choice: 'int8'"),
         (["--prompt", "a", "--device", "cpu", "--backend", "nccl"], "--backend nccl needs GPUs"),

@@ -52,6 +52,29 @@ def test_the_first_failure(noticed: list[Failure], expected: int) -> None:
     assert failures.first(noticed).rank == expected
 
 
+@pytest.mark.parametrize(
+    "error",
+    [
+        ConnectionResetError(104, "Connection reset by peer"),
+        type("ReadError", (Exception,), {})("[Errno 104] Connection reset by peer"),
+        OSError("gloo/transport"),
+        *(
+            type("DistBackendError", (RuntimeError,), {})(
+                f"NCCL error in: ProcessGroupNCCL.cpp:1, {fault}: Last error:"
+            )
+            for fault in ("ncclInvalidUsage", "ncclInvalidArgument", "ncclUnhandledCudaError", "ncclInternalError")
+        ),
+    ],
+    ids=str,
+)
+def test_what_a_rank_does_wrong_by_itself_is_no_lost_peer(error: Exception) -> None:
+    """A download of a script, or a fault of NCCL's on this very rank: told with its traceback."""
+    failure = raised(0, error)
+    assert not failure.typed and not failure.lost_peer
+    remote = type("DistBackendError", (RuntimeError,), {})("NCCL error in: x, ncclRemoteError: remote process exited")
+    assert raised(0, remote).lost_peer
+
+
 def test_stories_name_the_rank_last_and_once() -> None:
     def story(failure: Failure, *, together: bool = False, debug: bool = False) -> str:
         return failure.story(4, together=together, debug=debug)

@@ -341,11 +341,11 @@ def test_the_timeout_is_the_process_groups(ranks):
 
 MISMATCHES = {
     "operation": (lambda c: c.all_reduce(torch.ones(3)), lambda c: c.broadcast(torch.ones(3)),
-                  "rank 0, 1: all_reduce of 3 float32 elements; rank 2: broadcast of 3 float32 elements from rank 0"),
+                  "ranks 0, 1: all_reduce of 3 float32 elements; rank 2: broadcast of 3 float32 elements from rank 0"),
     "length": (lambda c: c.all_reduce(torch.ones(3)), lambda c: c.all_reduce(torch.ones(4)),
-               "rank 0, 1: all_reduce of 3 float32 elements; rank 2: all_reduce of 4 float32 elements"),
+               "ranks 0, 1: all_reduce of 3 float32 elements; rank 2: all_reduce of 4 float32 elements"),
     "dtype": (lambda c: c.all_reduce(torch.ones(3)), lambda c: c.all_reduce(torch.ones(3, dtype=torch.int32)),
-              "rank 0, 1: all_reduce of 3 float32 elements; rank 2: all_reduce of 3 int32 elements"),
+              "ranks 0, 1: all_reduce of 3 float32 elements; rank 2: all_reduce of 3 int32 elements"),
     "shape": (lambda c: c.all_reduce(torch.ones(3, 2)), lambda c: c.all_reduce(torch.ones(2, 3)),
               "in all_reduce of 6 float32 elements, but with other shapes or sizes"),
     "sizes": (lambda c: c.reduce_scatter(torch.ones(3), [1, 1, 1]),

@@ -262,6 +262,10 @@ def test_a_template_that_marks_the_answers_has_the_last_word(tokenizer: Any) -> 
     end = tokenizer.convert_tokens_to_ids("<|im_end|>")
     whole, learned = whole_and_learned(tokenizer, conversation(TURNS[:4]), eos_token_ids=[end])
     assert learned == ["sat", "on the mat"] and whole.endswith("on the mat<|im_end|>\n")
+    document = conversation(TURNS[:4])
+    encoded = DocumentEncoder(tokenizer, [end]).encode(document)
+    theirs = tokenizer.apply_chat_template(list(document.messages), return_dict=True, return_assistant_tokens_mask=True)
+    assert encoded.token_ids == theirs["input_ids"] and encoded.learned == [m == 1 for m in theirs["assistant_masks"]]
 
 
 def test_what_a_model_is_prompted_with_is_what_it_was_trained_on(tokenizer: Any) -> None:
@@ -295,6 +299,7 @@ def test_what_a_template_cannot_do_is_a_clear_error(tokenizer: Any) -> None:
         (FORGETFUL, [("user", "a"), ("assistant", "b|c"), ("user", "d")], "before message 3 otherwise once that joins"),
         (CHATML, [("assistant", "a"), ("user", "b")], "the assistant's message comes first"),
         ("{{ raise_exception('no such role') }}", TURNS, "chat template refuses these messages: no such role"),
+        ("{% generation %}{{ 2 ** 9 }}{% endgeneration %}", TURNS, "it computes powers"),
         ("{{ messages[0]['content'] }}", TURNS, "leaves no token of an answer to learn"),
         (None, TURNS, "this tokenizer has none"),
     ):

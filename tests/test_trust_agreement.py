@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import time
+import zlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from generation_models import tiny_config, tiny_model
 from pool import RankPool
 from tiny_models import write_checkpoint
@@ -26,7 +28,7 @@ from tp.layers.layout import Replicate, ShardTokens
 from tp.models import CausalLM, initialise_parameters, prepare_for_inference
 from tp.parallel import TensorParallelGroup
 from tp.parallel import group as group_module
-from tp.parallel.agreement import compare
+from tp.parallel.agreement import check_alike, compare
 from tp.parallel.announced_exchange import SHORT_BYTES
 from tp.parallel.communicator import OrderedCommunicator
 from tp.training.data import TrainingBatch
@@ -58,13 +60,19 @@ def _over_gloo(group: TensorParallelGroup) -> TensorParallelGroup:
 
 def test_the_first_difference_is_told_with_all_its_values() -> None:
     told = [{"a": "1", "b": "x"}, {"a": "1", "b": "y"}, {"a": "1", "b": "x", "c": "z"}]
-    assert _told(lambda: compare(told)) == "the ranks differ in b, ranks 0, 2: x; rank 1: y" + ENDING
+    assert _told(lambda: compare((4, 5, 6), told)) == "the ranks differ in b, ranks 4, 6: x; rank 5: y" + ENDING
 
 
 def test_who_says_nothing_goes_along() -> None:
-    compare([{"a": "1"}, {"a": None}, {}, {"a": "1", "b": "2"}])
-    long = "x" * 99
-    assert "rank 1: " + "x" * 59 + "…" + ENDING in _told(lambda: compare([{"a": "1"}, {"a": long}]))
+    compare(range(4), [{"a": "1"}, {"a": None}, {}, {"a": "1", "b": "2"}])
+
+
+def test_long_values_that_begin_alike_are_told_apart() -> None:
+    values = ["x" * 60 + end for end in ("", "y", "z")]
+    told = _told(lambda: compare(range(3), [{"a": value} for value in values]))
+    digests = [f"{zlib.crc32(value.encode()):08x}" for value in values]
+    shown = [values[0], *(f"{values[0]}… (digest {digest})" for digest in digests[1:])]
+    assert told.endswith(", " + "; ".join(f"rank {rank}: {value}" for rank, value in enumerate(shown)) + ENDING)
 
 
 # --- versions ---
@@ -349,27 +357,27 @@ LONG = SHORT_BYTES // 4 + 1
 
 COLLECTIVES = {
     "operation": (lambda c: c.all_reduce(torch.ones(3)), lambda c: c.broadcast(torch.ones(3)),
-                  "rank 0, 1: all_reduce of float32 [3]; rank 2: broadcast from rank 0 of float32 [3]"),
+                  "ranks 0, 1: all_reduce of float32 [3]; rank 2: broadcast from rank 0 of float32 [3]"),
     "length": (lambda c: c.all_reduce(torch.ones(3)), lambda c: c.all_reduce(torch.ones(4)),
-               "rank 0, 1: all_reduce of float32 [3]; rank 2: all_reduce of float32 [4]"),
+               "ranks 0, 1: all_reduce of float32 [3]; rank 2: all_reduce of float32 [4]"),
     "a short and a long one": (lambda c: c.all_reduce(torch.ones(3)),
                                lambda c: c.all_gather(torch.ones(LONG), [LONG] * 3),
-                               f"rank 0, 1: all_reduce of float32 [3]; rank 2: all_gather of float32 [{3 * LONG}]"),
+                               f"ranks 0, 1: all_reduce of float32 [3]; rank 2: all_gather of float32 [{3 * LONG}]"),
     "two long ones": (lambda c: c.all_reduce(torch.ones(9 * LONG)), lambda c: c.all_reduce(torch.ones(8 * LONG)),
-                      f"rank 0, 1: all_reduce of float32 [{9 * LONG}]; rank 2: all_reduce of float32 [{8 * LONG}]"),
+                      f"ranks 0, 1: all_reduce of float32 [{9 * LONG}]; rank 2: all_reduce of float32 [{8 * LONG}]"),
     "dtype": (lambda c: c.all_reduce(torch.ones(3)), lambda c: c.all_reduce(torch.ones(3, dtype=torch.int32)),
-              "rank 0, 1: all_reduce of float32 [3]; rank 2: all_reduce of int32 [3]"),
+              "ranks 0, 1: all_reduce of float32 [3]; rank 2: all_reduce of int32 [3]"),
     "shape": (lambda c: c.all_reduce(torch.ones(3, 2)), lambda c: c.all_reduce(torch.ones(2, 3)),
-              "rank 0, 1: all_reduce of float32 [3, 2]; rank 2: all_reduce of float32 [2, 3]"),
+              "ranks 0, 1: all_reduce of float32 [3, 2]; rank 2: all_reduce of float32 [2, 3]"),
     "sizes": (lambda c: c.reduce_scatter(torch.ones(3), [1, 1, 1]),
               lambda c: c.reduce_scatter(torch.ones(3), [0, 3, 0]),
-              "rank 0, 1: reduce_scatter of float32 [3], [1, 1, 1]; rank 2: reduce_scatter of float32 [3], [0, 3, 0]"),
+              "ranks 0, 1: reduce_scatter of float32 [3], [1, 1, 1]; rank 2: reduce_scatter of float32 [3], [0, 3, 0]"),
     "source": (lambda c: c.broadcast(torch.ones(1), 1), lambda c: c.broadcast(torch.ones(1), 2),
-               "rank 0, 1: broadcast from rank 1 of float32 [1]; rank 2: broadcast from rank 2 of float32 [1]"),
+               "ranks 0, 1: broadcast from rank 1 of float32 [1]; rank 2: broadcast from rank 2 of float32 [1]"),
     "nothing": (lambda c: c.all_reduce(torch.ones(0)), lambda c: c.all_reduce(torch.ones(1)),
-                "rank 0, 1: all_reduce of float32 [0]; rank 2: all_reduce of float32 [1]"),
+                "ranks 0, 1: all_reduce of float32 [0]; rank 2: all_reduce of float32 [1]"),
     "object": (lambda c: c.all_gather(torch.ones(2), [2, 2, 2]), lambda c: c.all_gather_object("a" * 300),
-               "rank 0, 1: all_gather of float32 [6], [2, 2, 2]; rank 2: all_gather_object"),
+               "ranks 0, 1: all_gather of float32 [6], [2, 2, 2]; rank 2: all_gather_object"),
 }  # fmt: skip
 
 
@@ -397,7 +405,7 @@ def _alike_as_far_as_shown(group: TensorParallelGroup) -> str:
 def test_what_a_header_has_no_room_for_is_compared(ranks: RankPool) -> None:
     for told in ranks(2).run(_alike_as_far_as_shown, timeout_s=LIMIT_S):
         assert told.startswith("the ranks are in all_reduce of float32 [1, 1, 1, ")
-        assert told.endswith(", but with other sizes: give all of them the same")
+        assert told.endswith(", but with other shapes or sizes: give all of them the same")
 
 
 def _in_another_order(group: TensorParallelGroup) -> str:
@@ -413,6 +421,35 @@ def test_an_order_of_collectives_over_gloo(ranks: RankPool) -> None:
     first, second = ranks(2).run(_in_another_order, timeout_s=LIMIT_S)
     assert first == second
     assert "rank 0: reduce_scatter of float32 [8], [4, 4]; rank 1: all_reduce of float32 [2, 4]" in first
+
+
+def _in_a_part_of_the_run(group: TensorParallelGroup) -> list[str]:
+    part = dist.new_group([1, 2])  # the pool's whole world takes part
+    if group.rank not in (1, 2):
+        return []
+    communicator = OrderedCommunicator(part)
+    collective = communicator.all_reduce if group.rank == 1 else communicator.broadcast
+    return [
+        _told(lambda: collective(torch.ones(1))),
+        _told(lambda: check_alike(communicator, {"a": f"of {group.rank}"})),
+    ]
+
+
+def test_ranks_are_told_by_their_numbers_in_the_run(ranks: RankPool) -> None:
+    _, first, second, _ = ranks(4).run(_in_a_part_of_the_run, timeout_s=LIMIT_S)
+    assert first == second
+    assert "rank 1: all_reduce of float32 [1]; rank 2: broadcast from" in first[0]
+    assert "rank 1: of 1; rank 2: of 2" in first[1]
+
+
+def _copies_to_the_host(group: TensorParallelGroup) -> int:
+    with mock.patch.object(torch.Tensor, "cpu", side_effect=lambda: torch.zeros(1, 2)) as copied:
+        _over_gloo(group).communicator.all_reduce(torch.ones(2))
+    return copied.call_count
+
+
+def test_a_tensor_for_all_ranks_is_copied_to_the_host_once(ranks: RankPool) -> None:
+    assert ranks(3).run(_copies_to_the_host) == [1, 1, 1]
 
 
 # --- through the launcher ---

@@ -16,6 +16,7 @@ import json
 import os
 import pickle
 import resource
+import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import fields
@@ -428,6 +429,7 @@ def test_rows_of_results(tmp_path: Path, value: Any) -> None:
         ("{{ 'a' * 10000000000 }}", "refuses these messages: MemoryError"),
         ("{% set n = namespace(x='a') %}{% for i in range(99) %}{% set n.x = n.x ~ n.x %}{% endfor %}", "MemoryError"),
         ("{{ 9 ** 9 ** 9 }}", "it computes powers"),
+        ("{{ dict(a=1, ** {'b': 9} ** 9) }}", "it computes powers"),
         ("{{ 'a' * 100000000 }}", "it makes 100000000 characters"),
         ("{{ messages.__class__.__mro__ }}", "unsafe"),
     ],
@@ -443,12 +445,38 @@ def test_a_chat_template_has_limits(template: str, message: str, monkeypatch: py
     monkeypatch.setattr(chat_template, "SECONDS", 0.5 if "0.5 s" in message else 30.0)
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.BPE(vocab={"a": 0}, merges=[])))
     before = resource.getrlimit(resource.RLIMIT_AS)
-    tokenizer.chat_template = "**bold** {{ messages[0]['content'] }}"
+    tokenizer.chat_template = "**bold** {{ dict(**dict(a=1, **messages[0])).content }}"
     assert chat_template.render(tokenizer, conversation("a")) == "**bold** a"
     tokenizer.chat_template = template
     with pytest.raises(RequestError, match=message):
         chat_template.render(tokenizer, conversation("a"))
     assert resource.getrlimit(resource.RLIMIT_AS) == before
+
+
+class SlowTemplate:
+    """Stands for a tokenizer."""
+
+    def get_chat_template(self) -> str:
+        return ""
+
+    def apply_chat_template(self, *given: Any, **options: Any) -> str:
+        time.sleep(0.3)
+        return ""
+
+
+def test_limits_of_several_threads_are_put_back() -> None:
+    from tp.chat_template import render
+
+    before = resource.getrlimit(resource.RLIMIT_AS)
+    threads = [threading.Thread(target=render, args=(SlowTemplate(), [])) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+        time.sleep(0.1)
+    for thread in threads:
+        thread.join()
+    left = resource.getrlimit(resource.RLIMIT_AS)
+    resource.setrlimit(resource.RLIMIT_AS, before)
+    assert left == before
 
 
 # The command line.

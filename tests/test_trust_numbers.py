@@ -342,6 +342,34 @@ def test_a_gradient_is_named_where_it_first_arises(ranks: RankPool, t: int, layo
         assert not message.startswith("loss is nan")
 
 
+def _gradients_of_both_backwards(group: TensorParallelGroup) -> list[list[float]]:
+    """Of two replicas: what comes into layer 1's MLP in the step, and in the search for the culprit."""
+    learner = _training_model(TensorParallelGroup.alone(), "replicate")
+    learner = Learner(learner.model, learner.optimizer, group)
+    seen: list[list[float]] = []
+
+    class Seen(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, gradient: Tensor) -> Tensor:
+            seen.append(gradient[3].tolist())
+            return gradient * math.inf
+
+    learner.model.model.layers[1].mlp.register_forward_pre_hook(
+        lambda module, arguments: (type(arguments[0])(Seen.apply(arguments[0].local), arguments[0].layout),)  # type: ignore[no-untyped-call]
+    )
+    _message(lambda: learner.step([_batch(group.rank)], 1e-3))
+    return seen
+
+
+def test_the_culprit_is_looked_for_in_the_very_backward_that_failed(ranks: RankPool) -> None:
+    for first, second in ranks(2).run(_gradients_of_both_backwards, timeout_s=LIMIT_S):
+        assert first == second and any(first)
+
+
 def _trainer_stops(group: TensorParallelGroup) -> tuple[str, list[int], list[int]]:
     learner = _training_model(group, "shard")
     saved: list[int] = []

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
+import select
 import signal
 import subprocess
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -13,9 +16,11 @@ import pytest
 from faulty_runs import TIMEOUT_S, TORCHRUN, Fault, Outcome, Run
 from pool import RankPool
 
-from launch import failures, heartbeat
+from launch import failures, heartbeat, undertaker
+from launch import ranks as launched_ranks
 from launch.failures import Failure
-from launch.heartbeat import POLL_S, SILENCE_S, RankWatch
+from launch.heartbeat import POLL_S, SILENCE_S, RankWatch, Signs
+from launch.ranks import Placement
 from launch.undertaker import Undertaker
 from tp.errors import LostPeerError, RankFailedError, RequestError
 from tp.parallel import TensorParallelGroup
@@ -188,7 +193,8 @@ def test_a_rank_that_shows_no_sign_of_life_is_ended(
             time.sleep(0.03)
             if beats == "always":
                 beat()
-            watch.look()
+            if not watch.look():
+                break
         status = process.wait(5) if ends else process.poll()
     finally:
         process.kill()
@@ -197,6 +203,53 @@ def test_a_rank_that_shows_no_sign_of_life_is_ended(
     assert (tmp_path / "error.json").exists() == ends
     if ends:
         assert json.loads((tmp_path / "error.json").read_text())[failures.ENTRY]["rank"] == 5
+
+
+@pytest.mark.parametrize("state, excused", [("R", True), ("D", True), ("t", True), ("S", False), ("T", False)])
+def test_who_waits_for_the_machine_or_a_debugger_is_excused(state: str, excused: bool) -> None:
+    assert Signs(state, processor_time=7, started="1", last_beat=2).is_excused == excused
+
+
+@pytest.mark.parametrize("same_start", [False, True])
+def test_a_process_that_has_the_number_of_a_rank_that_ended_is_left_alone(same_start: bool, tmp_path: Path) -> None:
+    """By the time of its start; where that is the same, by what the launcher holds on to."""
+    (ended,) = processes(SLEEPS)
+    watch = RankWatch(0, ended.pid, tmp_path / "error.json")
+    ended.kill()
+    ended.wait()
+    time.sleep(0.05)  # a start is told in hundredths of a second
+    (other,) = processes(SLEEPS)
+    other.send_signal(signal.SIGSTOP)
+    watch._process_id = other.pid
+    if same_start:
+        signs = watch._signs()
+        watch._started = signs.started if signs else ""
+    looks = 0
+    while watch.look():
+        looks += 1
+    time.sleep(0.1)
+    assert other.poll() is None
+    assert (looks > 0) == same_start == (tmp_path / "error.json").exists()
+    other.kill()
+    other.wait()
+
+
+@pytest.mark.parametrize("over", [False, True])
+def test_watching_ends_with_the_rank_or_with_the_run(over: bool, tmp_path: Path) -> None:
+    (process,) = processes(SLEEPS)
+    watch, event = RankWatch(0, process.pid, tmp_path / "error.json"), threading.Event()
+    watching = threading.Thread(target=heartbeat._watch, args=([watch], event), daemon=True)
+    watching.start()
+    if over:
+        event.set()
+    else:
+        process.kill()
+    watching.join(4 * POLL_S)
+    assert not watching.is_alive() and (process.poll() is None) == over
+    with pytest.raises(OSError):
+        os.fstat(watch._process)
+    process.kill()
+    process.wait()
 
 
 def test_what_stops_all_processes_accuses_no_rank(tmp_path: Path) -> None:
@@ -223,16 +276,39 @@ def test_a_rank_beats_as_long_as_its_interpreter_runs(tmp_path: Path) -> None:
 
 def test_the_undertaker_ends_what_is_left_and_removes_the_directory() -> None:
     left, kept = processes(SLEEPS, SLEEPS)
-    with Undertaker() as undertaker:
-        Path(undertaker.directory, "file").touch()
-        undertaker.take_over([left.pid])
-    assert left.wait(5) == -signal.SIGKILL and not Path(undertaker.directory).exists()
-    with Undertaker() as undertaker:
-        undertaker.take_over([kept.pid])
-        undertaker.let_go()
-    assert kept.poll() is None and not Path(undertaker.directory).exists()
+    with Undertaker() as ending:
+        Path(ending.directory, "file").touch()
+        ending.take_over([left.pid])
+    assert left.wait(5) == -signal.SIGKILL and not Path(ending.directory).exists()
+    with Undertaker() as ending:
+        ending.take_over([kept.pid])
+        ending.let_go()
+    assert kept.poll() is None and not Path(ending.directory).exists()
     kept.kill()
     kept.wait()
+
+
+def test_the_undertaker_leaves_a_process_alone_that_was_started_at_another_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    (other,) = processes(SLEEPS)
+    with Undertaker() as ending:
+        monkeypatch.setattr(undertaker, "_start_of", lambda process_id: "7")
+        ending.take_over([other.pid])
+    assert other.poll() is None
+    other.kill()
+    other.wait()
+
+
+def test_the_undertaker_ends_what_a_rank_that_has_gone_had_started() -> None:
+    rank = subprocess.Popen(["sh", "-c", "sleep 60 &"], stdout=subprocess.PIPE, start_new_session=True)
+    assert rank.stdout is not None
+    with Undertaker() as ending:
+        ending.take_over([rank.pid])
+        rank.wait()
+        assert not select.select([rank.stdout], [], [], 0.1)[0], "what it started has gone too: this tests nothing"
+    assert select.select([rank.stdout], [], [], 5.0)[0] and rank.stdout.read() == b""
+    rank.stdout.close()
 
 
 def test_the_one_rank_that_did_not_come_is_blamed() -> None:
@@ -245,6 +321,16 @@ def test_the_one_rank_that_did_not_come_is_blamed() -> None:
     for absent in (set(), {1, 2}):
         assert failures.blamed_on(waited, absent) is waited
     assert failures.blamed_on(Failure.of(0, ValueError("x")), {1}).rank == 0
+
+
+@pytest.mark.parametrize("ranks_here, blamed", [(2, 1), (3, 0)])
+def test_one_that_did_not_come_is_blamed_only_where_all_others_have_failed(
+    ranks_here: int, blamed: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of three ranks, the third has ended well: it may be that one that the first has lost."""
+    waited = Failure.of(0, RuntimeError("[gloo/transport/tcp/buffer.cc:72] Timed out waiting 5000ms for recv"))
+    launched_ranks._tell([waited], {1}, Placement(ranks_here), tmp_path, debug=False)
+    assert capsys.readouterr().err.startswith(f"error: rank {blamed} of {ranks_here}: ")
 
 
 def _timeouts_of_groups(world: TensorParallelGroup) -> list[float]:

@@ -80,6 +80,7 @@ def test_a_launchers_variables_that_make_no_sense(
         (["--rdzv-backend", "foo"], "argument --rdzv-backend: invalid choice: 'foo'"),
         (["--collective-timeout", "0"], "'0' is not a number of seconds above 0"),
         (["--collective-timeout", "nan"], "'nan' is not a number of seconds above 0"),
+        (["--collective-timeout", "1e7"], "'1e7' is not a number of seconds above 0, and below 1000000"),
     ],
 )
 def test_options_that_are_refused(options: list[str], told: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -156,6 +157,17 @@ def test_no_room_for_temporary_files(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("launch.undertaker.tempfile.mkdtemp", no_room)
     with pytest.raises(RequestError, match="no temporary directory can be made .No usable .*: TMPDIR names another"):
         ranks.start(["-c", ""], Placement(1))
+
+
+def test_no_further_process_can_be_started(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def refuse(*arguments: object, **options: object) -> None:
+        raise BlockingIOError(11, "Resource temporarily unavailable")
+
+    monkeypatch.setattr("launch.undertaker.tempfile.tempdir", str(tmp_path))
+    monkeypatch.setattr("launch.undertaker.subprocess.Popen", refuse)
+    with pytest.raises(RequestError, match="no further process can be started .Resource .*: end others, or raise ul"):
+        ranks.start(["-c", ""], Placement(1))
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_rank_that_cannot_leave_its_record_tells_by_itself(tmp_path: Path) -> None:

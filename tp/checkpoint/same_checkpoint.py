@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from tp.checkpoint.tensor_source import TensorSource
+from tp.checkpoint.together import work_together
 from tp.parallel.agreement import check_alike, told_of
 from tp.parallel.group import TensorParallelGroup
 
@@ -30,7 +31,7 @@ def check_same_checkpoint(checkpoint: Checkpoint) -> None:
     told["checkpoint dtype"] = str(checkpoint.default_dtype)
     told["end-of-sequence ids"] = str(checkpoint.generation_eos_token_ids)
     told.update((f"tensor {name}", f"{t.dtype} {list(t.shape)}") for name, t in checkpoint.source.tensors.items())
-    check_alike(checkpoint.group.communicator.all_gather_object, told)
+    check_alike(checkpoint.group.communicator, told)
 
 
 def check_same_values(source: TensorSource, group: TensorParallelGroup) -> int:
@@ -45,9 +46,9 @@ def check_same_values(source: TensorSource, group: TensorParallelGroup) -> int:
     """
     if group.size == 1:
         return 0
-    samples = group.agree(lambda: {name: _sample(source, name) for name in source.tensors})
+    samples = work_together(group, lambda: {name: _sample(source, name) for name in source.tensors})
     told = {f"the values of {name}": digest for name, (digest, _) in samples.items()}
-    check_alike(group.communicator.all_gather_object, told)
+    check_alike(group.communicator, told)
     return sum(bytes_read for _, bytes_read in samples.values())
 
 

@@ -84,4 +84,5 @@ class _Exchange(threading.Thread):
         if self._error is not None:
             raise self._error
         if _BROKEN in self._states:
-            raise RankFailedError(f"rank {self._states.index(_BROKEN)} failed with an error of its own")
+            rank = self._group.communicator.global_ranks[self._states.index(_BROKEN)]
+            raise RankFailedError(f"rank {rank} failed with an error of its own")

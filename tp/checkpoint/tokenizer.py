@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -26,11 +27,9 @@ def tokenizer_of_directory(directory: Path) -> PreTrainedTokenizerBase:
 
     if not any(any(directory.glob(pattern)) for pattern in _VOCABULARIES):
         raise CheckpointError(f"{directory} has no tokenizer: give token ids, or a directory that has tokenizer.json")
-    try:
+    with _failures_told(directory):
         tokenizer = AutoTokenizer.from_pretrained(str(directory), local_files_only=True, trust_remote_code=False)
         tokenizer("a")  # settings of a wrong type are noticed only here
-    except BaseException as error:  # transformers, tokenizers and the JSON beneath raise whatever comes
-        raise _unusable(directory, error) from error
     assert isinstance(tokenizer, PreTrainedTokenizerBase)
     return tokenizer
 
@@ -49,23 +48,26 @@ def tokenizer_of_gguf(path: Path) -> PreTrainedTokenizerBase:
 
     with suppress(Exception):
         return PreTrainedTokenizerFast(name_or_path=str(path.parent), gguf_file=path.name)
-    try:
+    with _failures_told(path):
         tokenizer = AutoTokenizer.from_pretrained(
             str(path.parent), gguf_file=path.name, local_files_only=True, trust_remote_code=False
         )
         tokenizer("a")
-    except BaseException as error:
-        raise _unusable(path, error) from error
     assert isinstance(tokenizer, PreTrainedTokenizerBase)
     return tokenizer
 
 
-def _unusable(path: Path, error: BaseException) -> CheckpointError:
-    """Also of a panic of the tokenizers library, which is no `Exception`.
+@contextmanager
+def _failures_told(path: Path) -> Iterator[None]:
+    """transformers, tokenizers and the JSON beneath raise whatever comes."""
+    try:
+        yield
+    except BaseException as error:
+        if not _is_failure(error):
+            raise
+        raise CheckpointError(f"{path} has no tokenizer that can be used: {first_line(error)}") from error
 
-    Raises:
-        BaseException: what is no failure of the tokenizer: an interrupt.
-    """
-    if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
-        raise error
-    return CheckpointError(f"{path} has no tokenizer that can be used: {first_line(error)}")
+
+def _is_failure(error: BaseException) -> bool:
+    """Whether it is the tokenizer's; an interrupt is not. A panic of the tokenizers library is no `Exception`."""
+    return isinstance(error, Exception) or type(error).__name__ == "PanicException"

@@ -44,7 +44,7 @@ def load(
     """
     group = group or TensorParallelGroup.alone()
     wanted = None if dtype == "auto" else as_dtype(dtype)
-    check_alike(group.communicator.all_gather_object, {"dtype": str(wanted or dtype)})
+    check_alike(group.communicator, {"dtype": str(wanted or dtype)})
     with closing(open_checkpoint(path, group)) as checkpoint:
         model = LanguageModel(
             checkpoint.config,

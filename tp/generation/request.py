@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import operator
-import zlib
 from collections.abc import Callable, Sequence, Sized
 from dataclasses import dataclass, replace
 from typing import Any
@@ -15,7 +14,7 @@ from tp.generation.cache_plan import plan_cache, tokens_that_fit
 from tp.generation.options import GenerationOptions
 from tp.generation.text_model import TextModel
 from tp.models.description import told_of_model
-from tp.parallel.agreement import Told, compare
+from tp.parallel.agreement import Told, compare, in_short
 
 SHOWN_OF_A_PROMPT = 24
 """Characters of a prompt in a message about ranks whose prompts differ."""
@@ -65,7 +64,7 @@ def share_request(model: TextModel, make: Callable[[], Request], asked: Told) ->
     free_bytes = free_memory(model.group)
     told = {**told_of_model(model), **asked}
     shared = model.group.communicator.all_gather_object((told, _sendable(own), tokens_that_fit(model, free_bytes)))
-    compare([of_rank for of_rank, _, _ in shared])
+    compare(model.group.communicator.global_ranks, [of_rank for of_rank, _, _ in shared])
     request: Request | Exception = own or shared[0][1]
     if isinstance(request, Exception):
         raise request
@@ -125,16 +124,10 @@ def told_of_prompts(prompts: Sequence[Prompt] | None) -> dict[str, str]:
     told = {"the number of prompts": str(len(prompts))}
     for index, prompt in enumerate(prompts):
         if isinstance(prompt, str):
-            told[f"prompt {index}"] = _in_short(repr(prompt))
+            told[f"prompt {index}"] = in_short(repr(prompt), SHOWN_OF_A_PROMPT)
         elif isinstance(prompt, Sequence):
-            told[f"prompt {index}"] = _in_short(str(list(prompt)))
+            told[f"prompt {index}"] = in_short(str(list(prompt)), SHOWN_OF_A_PROMPT)
     return told
-
-
-def _in_short(text: str) -> str:
-    if len(text) <= SHOWN_OF_A_PROMPT:
-        return text
-    return f"{text[:SHOWN_OF_A_PROMPT]}… (digest {zlib.crc32(text.encode(errors='surrogatepass')):08x})"
 
 
 def generation_request(model: TextModel, prompts: Sequence[Prompt] | None, options: GenerationOptions) -> Request:

@@ -3,44 +3,63 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+import zlib
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 from tp.errors import CommunicationError
 
+if TYPE_CHECKING:
+    from tp.parallel.communicator import Communicator
+
 LONGEST_VALUE = 60
-"""Characters of a value that a message shows; what must be told apart beyond that is compared by a digest."""
+"""Characters of a value that a message shows whole."""
 
 Told = Mapping[str, str | None]
 """What a rank believes, by name. None, or no entry: it goes along with the others."""
 
 
-def check_alike(gather: Callable[[Any], list[Any]], told: Told) -> None:
-    """Compares what every rank believes. Every rank calls it.
-
-    Args:
-        gather: an exchange of objects within the group.
+def check_alike(communicator: Communicator, told: Told) -> None:
+    """Compares what every rank of a group believes. Every rank calls it.
 
     Raises:
         CommunicationError: as `compare`.
     """
-    compare(gather(told))
+    compare(communicator.global_ranks, communicator.all_gather_object(told))
 
 
-def compare(told_by_rank: Sequence[Told]) -> None:
+def compare(ranks: Sequence[int], told_by_rank: Sequence[Told]) -> None:
     """The same on every rank, from what all of them told.
+
+    Args:
+        ranks: their numbers in the run, by which users know them.
 
     Raises:
         CommunicationError: names the first entry that differs, its values, and which ranks have which.
     """
     for name in dict.fromkeys(name for told in told_by_rank for name in told):
-        ranks_by_value: dict[str, list[int]] = {}
-        for rank, told in enumerate(told_by_rank):
-            if (value := told.get(name)) is not None:
-                ranks_by_value.setdefault(value, []).append(rank)
+        ranks_by_value = _grouped(ranks, [told.get(name) for told in told_by_rank])
         if len(ranks_by_value) > 1:
-            values = "; ".join(f"{_listed(ranks)}: {_shortened(value)}" for value, ranks in ranks_by_value.items())
+            values = _phrased({in_short(value, LONGEST_VALUE): ranks for value, ranks in ranks_by_value.items()})
             raise CommunicationError(f"the ranks differ in {name}, {values}: start and call all of them alike")
+
+
+def different_collectives(ranks: Sequence[int], announced: Sequence[str]) -> CommunicationError:
+    """What to raise, the same on every rank, where collectives do not match.
+
+    Args:
+        ranks: as in `compare`.
+        announced: what each of them says that it is in; alike where the difference does not show in it.
+    """
+    ranks_by_text = _grouped(ranks, announced)
+    if len(ranks_by_text) == 1:
+        return CommunicationError(
+            f"the ranks are in {announced[0]}, but with other shapes or sizes: give all of them the same"
+        )
+    return CommunicationError(
+        f"the ranks are in different collectives, {_phrased(ranks_by_text)}: call the same ones, in the same order, on "
+        "all ranks"
+    )
 
 
 def told_of(prefix: str, fields: Any) -> dict[str, str]:
@@ -55,9 +74,25 @@ def told_of(prefix: str, fields: Any) -> dict[str, str]:
     return told
 
 
+def in_short(text: str, shown: int) -> str:
+    """The text, or so many characters of it and a digest, by which two that begin alike are told apart."""
+    if len(text) <= shown:
+        return text
+    return f"{text[:shown]}… (digest {zlib.crc32(text.encode(errors='surrogatepass')):08x})"
+
+
+def _grouped(ranks: Sequence[int], values: Sequence[str | None]) -> dict[str, list[int]]:
+    """The ranks that have each value; those without one are left out."""
+    ranks_by_value: dict[str, list[int]] = {}
+    for rank, value in zip(ranks, values, strict=True):
+        if value is not None:
+            ranks_by_value.setdefault(value, []).append(rank)
+    return ranks_by_value
+
+
+def _phrased(ranks_by_value: Mapping[str, Sequence[int]]) -> str:
+    return "; ".join(f"{_listed(ranks)}: {value}" for value, ranks in ranks_by_value.items())
+
+
 def _listed(ranks: Sequence[int]) -> str:
     return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"
-
-
-def _shortened(value: str) -> str:
-    return value if len(value) <= LONGEST_VALUE else value[: LONGEST_VALUE - 1] + "…"

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tp.errors import CommunicationError
+from tp.parallel.agreement import different_collectives
 
 HEADER_BYTES = 96
 """A multiple of every element size, so that the rows behind it can be viewed in place."""
@@ -49,7 +49,7 @@ def exchange(
         [torch.cat([header, message]) if short else header for message in messages],
         [HEADER_BYTES + SHORT_BYTES] * len(messages),
     )
-    _check([message[:HEADER_BYTES] for message in came], header)
+    _check(process_group, [message[:HEADER_BYTES] for message in came], header)
     lengths = [rows * row_bytes for rows in receive]
     if short:
         came = [message[HEADER_BYTES : HEADER_BYTES + length] for message, length in zip(came, lengths, strict=True)]
@@ -84,17 +84,8 @@ def _header(announced: str) -> Tensor:
     return torch.frombuffer(bytearray(content), dtype=torch.uint8)
 
 
-def _check(headers: Sequence[Tensor], own: Tensor) -> None:
+def _check(process_group: dist.ProcessGroup, headers: Sequence[Tensor], own: Tensor) -> None:
     if all(torch.equal(header, own) for header in headers):
         return
-    ranks_by_text: dict[str, list[str]] = {}
-    for rank, header in enumerate(headers):
-        text = bytes(header[_DIGEST_BYTES:].tolist()).decode(errors="replace").strip()
-        ranks_by_text.setdefault(text, []).append(str(rank))
-    if len(ranks_by_text) == 1:
-        raise CommunicationError(f"the ranks are in {next(iter(ranks_by_text))}, but with other sizes: give all of "
-                                 "them the same")  # fmt: skip
-    told = "; ".join(f"rank {', '.join(ranks)}: {text}" for text, ranks in ranks_by_text.items())
-    raise CommunicationError(
-        f"the ranks are in different collectives, {told}: call the same ones, in the same order, on all ranks"
-    )
+    texts = [bytes(header[_DIGEST_BYTES:].tolist()).decode(errors="replace").strip() for header in headers]
+    raise different_collectives(dist.get_process_group_ranks(process_group), texts)

@@ -87,11 +87,18 @@ class CommunicationStatistics:
 
 
 class Communicator(ABC):
-    """Collectives over the ranks of one group. Inputs may be strided and are never changed."""
+    """Collectives over the ranks of one group. Inputs may be strided and are never changed.
+
+    Attributes:
+        rank: this rank's index within the group.
+        size: how many ranks it has.
+        global_ranks: their numbers in the run, by which users know them.
+    """
 
     def __init__(self, rank: int, size: int) -> None:
         self.rank = rank
         self.size = size
+        self.global_ranks: Sequence[int] = range(size)
         self.statistics = CommunicationStatistics()
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
@@ -208,11 +215,10 @@ class ProcessGroupCommunicator(Communicator):
     def __init__(self, process_group: dist.ProcessGroup) -> None:
         super().__init__(dist.get_rank(process_group), dist.get_world_size(process_group))
         self.process_group = process_group
+        self.global_ranks = dist.get_process_group_ranks(process_group)
 
     def all_gather_object(self, value: Any) -> list[Any]:
-        values: list[Any] = [None] * self.size
-        dist.all_gather_object(values, value, group=self.process_group)
-        return values
+        return gather_objects(self.process_group, value)
 
     def _broadcast(self, tensor: Tensor, source: int) -> Tensor:
         result = tensor.clone(memory_format=torch.contiguous_format)
@@ -239,9 +245,7 @@ class OrderedCommunicator(ProcessGroupCommunicator):
             addends = self._exchange(announced, [tensor.unsqueeze(0)] * self.size, [1] * self.size)
             return sum_in_rank_order([addend[0] for addend in addends])
         sizes = [len(chunk) for chunk in chunk_ranges(tensor.numel(), self.size)]
-        reduced = self._sum_of_rows(
-            f"all_reduce of {_described(tensor.shape, tensor.dtype)}", tensor.reshape(-1), sizes
-        )
+        reduced = self._sum_of_rows(announced, tensor.reshape(-1), sizes)
         return self._all_gather(reduced, sizes).view(tensor.shape)
 
     def _all_gather(self, tensor: Tensor, sizes: Sequence[int]) -> Tensor:
@@ -266,7 +270,9 @@ class OrderedCommunicator(ProcessGroupCommunicator):
 
     def _exchange(self, announced: str, outgoing: Sequence[Tensor], receive: Sequence[int]) -> list[Tensor]:
         device = outgoing[0].device
-        staged = outgoing if device.type == "cpu" else [rows.cpu() for rows in outgoing]
+        distinct = {id(rows): rows for rows in outgoing}  # often the same rows for all
+        on_host = {key: rows.cpu() for key, rows in distinct.items()}
+        staged = [on_host[id(rows)] for rows in outgoing]
         return [rows.to(device) for rows in exchange(self.process_group, announced, staged, receive)]
 
 
@@ -300,6 +306,13 @@ class NativeCommunicator(ProcessGroupCommunicator):
         reduced = padded.new_empty((longest, *tensor.shape[1:]))
         dist.reduce_scatter_tensor(reduced, padded, group=self.process_group)
         return reduced[: sizes[self.rank]]
+
+
+def gather_objects(process_group: dist.ProcessGroup, value: Any) -> list[Any]:
+    """Every rank's (picklable) value, in rank order."""
+    values: list[Any] = [None] * dist.get_world_size(process_group)
+    dist.all_gather_object(values, value, group=process_group)
+    return values
 
 
 def is_being_captured(tensor: Tensor) -> bool:

@@ -8,18 +8,19 @@ import socket
 import sys
 from collections.abc import Callable
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 import torch.distributed as dist
 
 from tp import __version__
 from tp.errors import CommunicationError, TensorParallelError, first_line
-from tp.parallel.agreement import check_alike
+from tp.parallel.agreement import compare
 from tp.parallel.communicator import (
     AloneCommunicator,
     Communicator,
     OrderedCommunicator,
+    gather_objects,
 )
 from tp.parallel.shared_memory import host_or_gloo
 from tp.parallel.symmetric_memory import symmetric_or_nccl
@@ -179,12 +180,8 @@ class TensorParallelGroup:
 
 
 def _check_versions(process_group: dist.ProcessGroup) -> None:
-    def gather(told: object) -> list[Any]:
-        values: list[Any] = [None] * dist.get_world_size(process_group)
-        dist.all_gather_object(values, told, group=process_group)
-        return values
-
-    check_alike(gather, {"tp-decoder's version": __version__, "torch's version": torch.__version__.partition("+")[0]})
+    told = {"tp-decoder's version": __version__, "torch's version": torch.__version__.partition("+")[0]}
+    compare(dist.get_process_group_ranks(process_group), gather_objects(process_group, told))
 
 
 def _check_interfaces(backend: str) -> None:

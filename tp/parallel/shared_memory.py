@@ -20,6 +20,7 @@ from torch import Tensor
 
 from tp.errors import CommunicationError, LostPeerError
 from tp.native.operands import address, contiguous, weight_for
+from tp.parallel.agreement import different_collectives
 from tp.parallel.communicator import (
     CommunicationStatistics,
     OrderedCommunicator,
@@ -71,7 +72,6 @@ class SharedMemoryCommunicator(ProcessGroupCommunicator):
         super().__init__(process_group)
         self.statistics = CommunicationStatistics(segment.counts)
         self.timeout_s = timeout_s
-        self._global_ranks = dist.get_process_group_ranks(process_group)
         self._segment = segment
         self._endpoint = segment.endpoint
         self._native = segment.native
@@ -236,7 +236,7 @@ class SharedMemoryCommunicator(ProcessGroupCommunicator):
 
     def persist(self, status: int) -> None:
         """Goes on with a collective whose peers are late. In between, Python runs the handlers of signals."""
-        rank = self._global_ranks[self.rank]
+        rank = self.global_ranks[self.rank]
         if status == BUSY:
             raise CommunicationError(f"rank {rank}: another thread is in a collective of the same group")
         self._refuse(f"rank {rank} is still waiting for its peers in another collective")
@@ -250,7 +250,7 @@ class SharedMemoryCommunicator(ProcessGroupCommunicator):
                 self._look_for_lost_peers(time.monotonic() - since)
                 status = self._native.resume(self._segment.endpoint)
             if status == MISMATCH:
-                raise CommunicationError(_mismatch(self._everyone()))
+                raise different_collectives(self.global_ranks, [str(rank.announced) for rank in self._everyone()])
         except BaseException as error:
             self._segment.give_up()
             what = str(error) or type(error).__name__
@@ -263,7 +263,7 @@ class SharedMemoryCommunicator(ProcessGroupCommunicator):
 
     def _everyone(self) -> list[RankSeen]:
         """By their ranks in the run, by which users know them."""
-        seen = zip(self._global_ranks, self._segment.everyone(), strict=True)
+        seen = zip(self.global_ranks, self._segment.everyone(), strict=True)
         return [replace(member, rank=rank) for rank, member in seen]
 
     def _look_for_lost_peers(self, waited_s: float) -> None:
@@ -295,17 +295,6 @@ os.register_at_fork(after_in_child=_forget_all)
 @functools.cache  # kept: a captured step goes on using their addresses
 def _multiples(sizes: tuple[int, ...], unit: int) -> ctypes.Array[ctypes.c_int64]:
     return (ctypes.c_int64 * len(sizes))(*(size * unit for size in sizes))
-
-
-def _mismatch(seen: list[RankSeen]) -> str:
-    """The same on every rank: who announced what."""
-    ranks_by_text: dict[str, list[str]] = {}
-    for rank in seen:
-        ranks_by_text.setdefault(str(rank.announced), []).append(str(rank.rank))
-    if len(ranks_by_text) == 1:
-        return f"the ranks are in {seen[0].announced}, but with other shapes or sizes: give all of them the same"
-    told = "; ".join(f"rank {', '.join(ranks)}: {text}" for text, ranks in ranks_by_text.items())
-    return f"the ranks are in different collectives, {told}: call the same ones, in the same order, on all ranks"
 
 
 def _listed(ranks: list[RankSeen]) -> str:

@@ -19,18 +19,22 @@ ADVICE = "lower the learning rate, or resume from the last checkpoint with other
 
 
 def culprit(
-    model: CausalLM, micro_batches: Sequence[tuple[TrainingBatch, int | None]], data_parallel: TensorParallelGroup
+    model: CausalLM,
+    micro_batches: Sequence[tuple[TrainingBatch, int | None]],
+    data_parallel: TensorParallelGroup,
+    count: int,
 ) -> str:
     """In words, equal on all ranks, which all call it: the forwards once more, then, where they are finite and there
     are gradients, the backwards. Leaves no gradients.
 
     Args:
         micro_batches: this rank's, with their dropout seeds.
+        count: labels by which the losses were divided.
     """
     groups = [model.group, data_parallel]
     place = first_of_all(_in_forwards(model, micro_batches), groups)
     if place is None and torch.is_grad_enabled():
-        place = first_of_all(_in_backwards(model, micro_batches), groups)
+        place = first_of_all(_in_backwards(model, micro_batches, count, data_parallel.size), groups)
     model.zero_grad(set_to_none=True)
     return told(place)
 
@@ -46,10 +50,13 @@ def _in_forwards(model: CausalLM, micro_batches: Sequence[tuple[TrainingBatch, i
     return first.found
 
 
-def _in_backwards(model: CausalLM, micro_batches: Sequence[tuple[TrainingBatch, int | None]]) -> Place | None:
+def _in_backwards(
+    model: CausalLM, micro_batches: Sequence[tuple[TrainingBatch, int | None]], count: int, replicas: int
+) -> Place | None:
+    """Of the very loss that the step had: another's gradient may overflow elsewhere."""
     first = FirstNonFiniteGradient()
     loss_module = LossModule(model)
     with attached(model, first):
         for batch, seed in micro_batches:
-            loss_module(batch, 1, seed).backward()
+            (loss_module(batch, count, seed) * replicas).backward()
     return first.found

@@ -22,10 +22,11 @@ def check_same_batches(micro_batches: Sequence[TrainingBatch], group: TensorPara
         return
     own = torch.tensor([[len(micro_batches), _digest(micro_batches)]], device=group.device)
     gathered = group.communicator.all_gather(own, [1] * group.size).tolist()
-    compare([
+    told = [
         {"the number of micro-batches": str(count), "the tokens of the micro-batches": f"digest {digest:08x}"}
         for count, digest in gathered
-    ])  # fmt: skip
+    ]
+    compare(group.communicator.global_ranks, told)
 
 
 def _digest(micro_batches: Sequence[TrainingBatch]) -> int:

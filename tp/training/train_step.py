@@ -92,7 +92,7 @@ class Learner:
         norm = clip_grad_norm_(self.model, self.max_grad_norm, self.model.group)
         report = StepReport(total.item(), norm.item(), count)
         if not (math.isfinite(report.loss) and math.isfinite(report.grad_norm)):
-            where = culprit(self.model, list(zip(micro_batches, seeds, strict=True)), self.data_parallel)
+            where = culprit(self.model, list(zip(micro_batches, seeds, strict=True)), self.data_parallel, count)
             raise NumericalError(f"loss is {report.loss}, gradient norm {report.grad_norm}, {where}: {ADVICE}")
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate
@@ -120,7 +120,7 @@ class Learner:
         total, count = self.data_parallel.communicator.all_reduce(sums).tolist()
         if not math.isfinite(total):
             raise NumericalError(
-                f"evaluation loss is {total}, {culprit(self.model, bad, self.data_parallel)}: {ADVICE}"
+                f"evaluation loss is {total}, {culprit(self.model, bad, self.data_parallel, count=1)}: {ADVICE}"
             )
         return total / max(count, 1), int(count)
 

@@ -123,7 +123,7 @@ class Trainer:
             NumericalError: a loss or the gradient is not finite; on all ranks together, nothing saved.
             CommunicationError: ranks whose models, schedules or micro-batches differ; on all ranks together.
         """
-        check_alike(self.world.communicator.all_gather_object, {"first step": str(first_step), **self._told()})
+        check_alike(self.world.communicator, {"first step": str(first_step), **self._told()})
         total = self.schedule.total_steps
         for step in range(first_step, total):
             self._train(step)

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
-from tp.chat_template import render
+from tp.chat_template import render, render_with_marks
 from tp.errors import RequestError
 from tp.training.data.documents import Conversation
 from tp.training.data.plain import continue_ids
@@ -44,11 +45,13 @@ def encode_conversation(
 
 def _marked_by_template(tokenizer: Any, conversation: Conversation) -> tuple[list[int], list[bool]]:
     """What the template's own {% generation %} blocks enclose."""
-    _rendered(tokenizer, conversation, len(conversation.messages))  # within limits
-    rendered = tokenizer.apply_chat_template(
-        list(conversation.messages), tokenize=True, return_dict=True, return_assistant_tokens_mask=True
-    )
-    return list(rendered["input_ids"]), [mark == 1 for mark in rendered["assistant_masks"]]
+    with _place_told(conversation):
+        text, marks = render_with_marks(tokenizer, conversation.messages)
+    encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+    marked = bytearray(len(text))
+    for start, end in marks:
+        marked[start:end] = b"\1" * (end - start)
+    return list(encoded["input_ids"]), [1 in marked[start:end] for start, end in encoded["offset_mapping"]]
 
 
 def _turn_by_turn(
@@ -78,8 +81,14 @@ def _turn_by_turn(
 
 
 def _rendered(tokenizer: Any, conversation: Conversation, count: int, *, add_generation_prompt: bool = False) -> str:
-    try:
+    with _place_told(conversation):
         return render(tokenizer, conversation.messages[:count], add_generation_prompt=add_generation_prompt)
+
+
+@contextmanager
+def _place_told(conversation: Conversation) -> Iterator[None]:
+    try:
+        yield
     except RequestError as error:
         raise RequestError(f"{conversation.place}: {error}") from error
 
