@@ -29,7 +29,7 @@ ROOT = Path(__file__).resolve().parents[1]
 DATA = ROOT / "benchmarks" / "data" / "king-james-bible.txt"
 TOKENIZER = ROOT / "launch" / "embedded_model"
 CONFIG = {
-    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 512, "hidden_size": 48,
+    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 1024, "hidden_size": 48,
     "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 6, "num_key_value_heads": 2,
     "head_dim": 8, "max_position_embeddings": 64, "rms_norm_eps": 1e-5, "tie_word_embeddings": False,
 }  # fmt: skip
@@ -43,6 +43,7 @@ class Run:
     def __init__(self, arguments: argparse.Namespace, directory: Path, output: Path) -> None:
         (directory / "config.json").write_text(json.dumps(CONFIG), encoding="utf-8")
         self.output = output
+        self._log = output.with_suffix(".log")
         self._command = [
             sys.executable, "-m", "launch", "train", "--config", str(directory / "config.json"),
             "--tokenizer", str(TOKENIZER), "--data", str(DATA), "--data-cache", str(directory / "cache"),
@@ -53,9 +54,13 @@ class Run:
 
     def start(self) -> subprocess.Popen[bytes]:
         """Goes on from the newest checkpoint, in a session of its own."""
-        log = (self.output.parent / f"{self.output.name}.log").open("ab")
-        with log:
+        with self._log.open("ab") as log:
             return subprocess.Popen(self._command, cwd=ROOT, stdout=log, stderr=log, start_new_session=True)
+
+    def last_word(self) -> str:
+        """The last line that the run wrote."""
+        lines = self._log.read_text(encoding="utf-8", errors="replace").splitlines()
+        return lines[-1] if lines else "nothing"
 
     def losses(self) -> dict[int, float]:
         """By step; of a step that was made again, the last."""
@@ -80,9 +85,7 @@ def wait_until(run: Run, process: subprocess.Popen[bytes], step: int) -> None:
     deadline = time.monotonic() + PATIENCE_S
     while max(run.losses(), default=0) < step:
         if process.poll() is not None or time.monotonic() > deadline:
-            raise RankFailedError(
-                f"the run ended with status {process.poll()} before step {step}: see {run.output}.log"
-            )
+            raise RankFailedError(f"step {step} is not reached, status {process.poll()}: {run.last_word()}")
         time.sleep(0.05)
 
 
@@ -124,7 +127,7 @@ def soak(arguments: argparse.Namespace, directory: Path) -> dict[str, Any]:
     """
     whole = Run(arguments, directory, directory / "whole")
     if whole.start().wait():
-        raise RankFailedError(f"the undisturbed run failed: see {whole.output}.log")
+        raise RankFailedError(f"the undisturbed run failed: {whole.last_word()}")
     run = Run(arguments, directory, directory / "killed")
     kills, process = [], run.start()
     for number, step in enumerate(range(arguments.kill_every, arguments.steps, arguments.kill_every)):
@@ -138,7 +141,7 @@ def soak(arguments: argparse.Namespace, directory: Path) -> dict[str, Any]:
         tell(f"killed after step {reached}, gone in {seconds:.2f} s, goes on from step {saved[-1]}")
         process = run.start()
     if process.wait():
-        raise RankFailedError(f"the last part of the run failed: see {run.output}.log")
+        raise RankFailedError(f"the last part of the run failed: {run.last_word()}")
     expected = list(range(arguments.save_every, arguments.steps + 1, arguments.save_every))
     return {
         "steps": arguments.steps,
