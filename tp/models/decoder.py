@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
@@ -84,16 +86,9 @@ class DecoderLayer(nn.Module):
         return stream
 
 
-def run_layer(
-    layer: nn.Module,
-    stream: ResidualStream,
-    step: Step,
-    rotary: tuple[Tensor, Tensor],
-    cache: LayerCache | None,
-    rows: Tensor | None,
-) -> ResidualStream:
-    """Calls the layer; what activation checkpointing replaces."""
-    result: ResidualStream = layer(stream, step, rotary, cache, rows)
+def run_layer(layer: nn.Module, stream: ResidualStream, *inputs: Any) -> ResidualStream:
+    """Calls the layer with the stream and what else its forward takes; what activation checkpointing replaces."""
+    result: ResidualStream = layer(stream, *inputs)
     return result
 
 

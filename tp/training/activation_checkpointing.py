@@ -7,9 +7,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from tp.layers.kv_cache import LayerCache
 from tp.layers.residual_stream import ResidualStream
-from tp.layers.step import Step
 from tp.models import CausalLM
 
 
@@ -18,14 +16,7 @@ def checkpoint_layers(model: CausalLM) -> None:
     model.model.run_layer = run_checkpointed_layer
 
 
-def run_checkpointed_layer(
-    layer: nn.Module,
-    stream: ResidualStream,
-    step: Step,
-    rotary: tuple[Tensor, Tensor],
-    cache: LayerCache | None,
-    rows: Tensor | None,
-) -> ResidualStream:
+def run_checkpointed_layer(layer: nn.Module, stream: ResidualStream, *inputs: Any) -> ResidualStream:
     """One layer from settled state to settled state.
 
     The checkpointed function takes and returns tensors: a stream that is changed inside it would be changed a second
@@ -34,7 +25,7 @@ def run_checkpointed_layer(
 
     def settled_layer(base: Tensor) -> Tensor:
         inner = ResidualStream(stream.layout, base=base, tap=stream.tap)
-        result: ResidualStream = layer(inner, step, rotary, cache, rows)
+        result: ResidualStream = layer(inner, *inputs)
         return result.settle()
 
     base: Any = checkpoint(settled_layer, stream.settle(), use_reentrant=False)
