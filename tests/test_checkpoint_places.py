@@ -297,13 +297,14 @@ def test_ranks_of_one_machine_know_each_other() -> None:
 
 
 def impatient(group: TensorParallelGroup) -> TensorParallelGroup:
-    short = dist.new_group(list(range(group.size)), timeout=timedelta(seconds=0.8), use_local_synchronization=True)
+    short = dist.new_group(list(range(group.size)), use_local_synchronization=True)
+    dist.distributed_c10d._set_pg_timeout(timedelta(seconds=1), short)  # only now: making the group may take longer
     return TensorParallelGroup.from_process_group(short)
 
 
 def work_longer_than_a_timeout(group: TensorParallelGroup) -> str:
     def work() -> str:
-        time.sleep(1.5 if group.rank == 1 else 0)
+        time.sleep(2 if group.rank == 1 else 0)
         return f"rank {group.rank}"
 
     return work_together(impatient(group), work)
@@ -311,7 +312,7 @@ def work_longer_than_a_timeout(group: TensorParallelGroup) -> str:
 
 def samples_of_a_slow_disk(group: TensorParallelGroup) -> int:
     def read(source: Any, name: str) -> tuple[str, int]:
-        time.sleep(1.5 if group.rank == 1 else 0)
+        time.sleep(2 if group.rank == 1 else 0)
         return "digest", 7
 
     source: Any = SimpleNamespace(tensors=("only",))

@@ -250,7 +250,7 @@ def test_leaving_by_an_error_ends_everyone():
 
     with pytest.raises(KeyboardInterrupt):
         interrupted()
-    assert [state(pid) for pid in pids] == ["", ""]
+    wait_for(lambda: [state(pid) for pid in pids] == ["", ""])
 
 
 def test_ranks_end_even_when_their_launcher_has_gone_before(field):
