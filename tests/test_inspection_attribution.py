@@ -174,6 +174,10 @@ def test_contributions_without_heads():
         ({}, {"target_ids": 103}, "token id 103 is outside 0..102"),
         ({}, {"target_ids": 1, "against": -1}, "token id -1 is outside 0..102"),
         ({}, {"target_ids": 1, "row": 3}, "row 3 is outside the 3 captured rows"),
+        ({}, {"target_ids": 1.0}, "target_ids is 1.0: give one token id or several, whole numbers"),
+        ({}, {"target_ids": []}, "target_ids is []: give one token id or several, whole numbers"),
+        ({}, {"target_ids": 1, "against": 2**70}, "token ids are whole numbers"),
+        ({}, {"target_ids": [1, 2, 3], "against": [1, 2]}, "against is [2] for targets [3]: give as many, or one"),
         ({"sharded": True}, {"target_ids": 1}, "capture without sharded=True"),
         ({"points": ["embed"]}, {"target_ids": 1}, "resid_post of layer 1 was captured in 0 of 1 forwards"),
         ({"config": placement_config("post", "rms_norm", True)}, {"target_ids": 1}, "this model is post-norm"),
@@ -184,6 +188,15 @@ def test_attributions_that_cannot_be_made(options, arguments, message):
     with pytest.raises(RequestError) as error:
         direct_contributions(model, cache, **arguments)
     assert message in str(error.value)
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int32])
+def test_ids_of_every_integer_type(dtype):
+    model, cache = model_and_cache()
+    expected = direct_contributions(model, cache, [3, 5], against=[4]).logit
+    ids = torch.tensor([3, 5], dtype=dtype)
+    assert expected.shape == (2,) and expected.abs().min() > 0
+    assert torch.equal(direct_contributions(model, cache, ids, torch.tensor(4, dtype=dtype)).logit, expected)
 
 
 @torch.no_grad()
@@ -249,6 +262,35 @@ def test_equally_likely_tokens_come_in_the_order_of_their_ids(ranks):
         assert lens.token_ids.unique(dim=1).tolist() == [[[0, 1, 2, 3]]] * 3
 
 
+@torch.no_grad()
+def _lens_of_logits(group, config, weights, logits):
+    """Ids of a state whose logits these are, and of one that is not finite."""
+    model = parallel_model(config, weights, group)
+    model.model.norm = None
+    head = model.lm_head
+    head.weight.zero_()[: len(head.vocab_range), 0] = logits[head.vocab_range.start : head.vocab_range.stop]
+    state = torch.eye(1, model.config.hidden_size)[None]
+    count = len(logits)
+    return logit_lens(model, state, top=4).token_ids, logit_lens(model, state * torch.inf, top=count).token_ids
+
+
+@pytest.mark.parametrize("t", [1, 2, 3])
+def test_tokens_that_are_nearly_equally_likely_come_in_the_order_of_their_logits(ranks, t):
+    """Beside the largest logit, 100, the differences of the next ones are lost in float32."""
+    logits = torch.full((97,), -5.0)
+    logits[[0, 10, 95, 94]] = torch.tensor([100, 1, 1 + 3e-7, 1 + 6e-7])
+    arguments = hub_config("qwen2"), transformers_model("qwen2").state_dict(), logits
+    for token_ids, of_infinity in ranks(t).run(_lens_of_logits, *arguments):
+        assert token_ids.flatten().tolist() == [0, 94, 95, 10]
+        assert sorted(of_infinity.flatten().tolist()) == list(range(97))  # never padding
+
+
+def test_states_are_cast_to_the_dtype_of_the_model():
+    model, cache = model_and_cache(["resid_post"])
+    states = torch.stack([cache["resid_post", 0], cache["resid_post", 1]])
+    assert torch.equal(logit_lens(model, states.double()).entropy, logit_lens(model, states).entropy)
+
+
 @pytest.mark.parametrize(
     "shape, top, message",
     [
@@ -294,6 +336,14 @@ def test_the_residual_identity_holds_within_rounding_and_a_broken_one_is_seen(ra
         assert 0 < held.allowed <= 4 * 2 * eps * largest  # 4 adds
         assert held.error > 0 or dtype == torch.float64
         assert held.error <= held.allowed
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+def test_the_residual_identity_of_what_is_not_finite_does_not_hold(value):
+    model, _ = model_and_cache()
+    with torch.no_grad(), edit(model, add("attn_out", 0, value, positions=[1])), capture(model, WRITES) as cache:
+        model(torch.tensor([[1, 2, 3]]))
+    assert not residual_identity_error(cache).holds
 
 
 def test_the_residual_identity_is_not_that_of_post_norm():

@@ -11,10 +11,10 @@ from inspection_references import LAYOUTS, assert_close, captured_by_hooks, padd
 from norm_placement_models import placement_config, reference_model
 from tiny_models import TINY_CONFIGS, hub_config, parallel_model, transformers_model
 
-from tp.errors import RequestError
+from tp.errors import CommunicationError, RequestError
 from tp.generation import GenerationOptions, LanguageModel
 from tp.inspection import POINTS, capture
-from tp.layers import KVCache, SequenceSlice, Step, Tap
+from tp.layers import KVCache, Replicate, SequenceSlice, Step, Tap
 from tp.models import CausalLM
 from tp.native.library import library
 from tp.parallel import TensorParallelGroup
@@ -358,11 +358,70 @@ def _refused(group, config, weights, arguments):
         ({"points": ["embed"], "layers": [-1]}, "layer -1 is outside 0..1"),
         ({"points": ["z"], "heads": [9]}, "head 9 is outside 0..8"),
         ({"points": ["z"], "heads": [2, 2]}, "heads [2, 2] name one of them twice"),
+        ({"points": "z"}, "points is 'z': give a list of points"),
+        ({"points": ["z"], "layers": [0.5]}, "one of layers is 0.5: it must be a whole number"),
+        ({"points": ["z"], "positions": -1}, "positions is -1: give a list of whole numbers"),
+        ({"points": ["z"], "positions": [0.5]}, "one of positions is 0.5: it must be a whole number"),
+        ({"points": ["z"], "positions": torch.tensor([True, False])}, "one of positions is tensor(True)"),
     ],
 )
 def test_what_cannot_be_captured_is_refused_on_every_rank(ranks, arguments, message):
     outcomes = ranks(2).run(_refused, hub_config("llama"), transformers_model("llama").state_dict(), arguments)
     assert all(message in said and tap is None for said, tap in outcomes)
+
+
+def _disagreed(group, config, weights, arguments_by_rank):
+    model = parallel_model(config, weights, group)
+    try:
+        with capture(model, **arguments_by_rank[group.rank]):
+            model(torch.tensor([[1, 2, 3]]))
+        raise AssertionError("it was not refused")
+    except CommunicationError as error:
+        return str(error), model.model.tap
+
+
+@pytest.mark.parametrize(
+    "one, other, message",
+    [
+        (
+            {"points": ["z"]},
+            {"points": ["z", "embed"]},
+            "rank 0: z of layer 0, z of layer 1; rank 1: embed, z of",
+        ),
+        ({"layers": [0]}, {"layers": [1]}, "points of a capture, rank 0: z of layer 0; rank 1: z of layer 1"),
+        ({"positions": [1]}, {}, "positions of a capture, rank 0: (1,); rank 1: None"),
+        ({"heads": [1]}, {"heads": [1, 2]}, "heads of a capture, rank 0: (1,); rank 1: (1, 2)"),
+        ({"sharded": True}, {}, "sharded of a capture, rank 0: True; rank 1: False"),
+        ({"gradients": True}, {}, "gradients of a capture, rank 0: True; rank 1: False"),
+    ],
+)
+def test_ranks_that_ask_for_different_things_are_told_so(ranks, one, other, message):
+    arguments = [{"points": ["z"]} | of_rank for of_rank in (one, other)]
+    outcomes = ranks(2).run(_disagreed, hub_config("llama"), transformers_model("llama").state_dict(), arguments)
+    assert all(said.startswith("the ranks differ in ") and message in said and tap is None for said, tap in outcomes)
+
+
+def _alone(group, config, weights):
+    model = parallel_model(config, weights, group)
+    model.model.choose_layout = Replicate
+    with torch.no_grad(), capture(model, ["embed"]) if group.rank else contextlib.nullcontext():
+        try:
+            model(torch.tensor([[1, 2, 3]]))
+        except CommunicationError as error:
+            return str(error)
+
+
+def test_a_rank_that_captures_alone_is_told_so(ranks):
+    outcomes = ranks(2).run(_alone, hub_config("llama"), transformers_model("llama").state_dict(), timeout_s=20)
+    assert all(said.startswith("the ranks are in different collectives, rank 0: ") for said in outcomes)
+
+
+def test_numbers_may_be_tensors():
+    model, ids = small_model(), torch.tensor([[1, 2, 3]])
+    layers, positions, heads = torch.tensor([1]), torch.tensor([2, 0, 2]), torch.tensor([4, 0])
+    with torch.no_grad(), capture(model, ["z"], layers, positions, heads) as cache, capture(model, ["z"]) as whole:
+        model(ids)
+    assert torch.equal(cache["z", layers[0]], whole["z", 1][[0, 2]][:, [0, 4]])
 
 
 @pytest.mark.parametrize(

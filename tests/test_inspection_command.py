@@ -22,9 +22,11 @@ from launch.inspection.gather import MOST_POSITIONS, look, shown_positions
 from launch.inspection.page import page
 from launch.inspection.question import Question
 from launch.inspection.scales import Scale, linear_ticks, logarithmic_ticks, tick_text
+from launch.inspection.target import token_of
 from launch.inspection.token_text import TokenTexts, bytes_of, visible
 from launch.terminal import Terminal
 from tp.config import ModelConfig
+from tp.errors import RequestError
 from tp.generation import LanguageModel
 from tp.models import initialise_parameters
 
@@ -278,6 +280,17 @@ def test_a_target_that_is_no_token(target: str, message: str, model: Path, capsy
     assert main([*command, "--target", target]) == 2
     output = capsys.readouterr()
     assert output.out == "" and output.err.startswith(f"error: {message}") and output.err.count("\n") == 1
+
+
+def test_a_target_that_the_tokenizer_has_and_the_model_has_not() -> None:
+    class Tokenizer:
+        def encode(self, text: str, **options: bool) -> list[int]:
+            return [97]
+
+    model = LanguageModel(ModelConfig.from_hf(placement_config("post", "layer_norm", False)))
+    model.tokenizer = Tokenizer()
+    with pytest.raises(RequestError, match="--target 'x', id 97, is outside the vocabulary: ids are 0 to 96"):
+        token_of("--target", "x", model)
 
 
 def test_labels_of_tokens() -> None:

@@ -8,10 +8,10 @@ from inspection_references import LAYOUTS, assert_close, captured_by_hooks, chan
 from tiny_models import hub_config, parallel_model, transformers_model
 from torch.nn import functional
 
-from tp.errors import RequestError
+from tp.errors import CommunicationError, RequestError
 from tp.generation import GenerationOptions, LanguageModel
 from tp.inspection import POINTS, add, capture, edit, patch, replace, scale, zero
-from tp.layers import SequenceSlice, Step
+from tp.layers import KVCache, SequenceSlice, Step
 from tp.parallel import TensorParallelGroup
 from tp.training import checkpoint_layers
 
@@ -319,6 +319,54 @@ def test_an_edit_of_positions_that_no_sequence_has_changes_nothing():
     assert torch.equal(edited, model(ids))
 
 
+def test_a_layer_may_be_a_tensor():
+    model, ids = small_model(), torch.tensor([[1, 2, 3]])
+    with edit(model, zero("mlp_out", 1)):
+        expected = model(ids)
+    with edit(model, zero("mlp_out", torch.tensor([0, 4]).argmax())):
+        assert torch.equal(model(ids), expected)
+    assert not torch.equal(model(ids), expected)
+
+
+def _disagreed(group, config, weights, edits_by_rank):
+    model = parallel_model(config, weights, group)
+    try:
+        with edit(model, *edits_by_rank[group.rank]):
+            model(torch.tensor([[1, 2, 3]]))
+        raise AssertionError("it was not refused")
+    except CommunicationError as error:
+        return str(error), model.model.tap
+
+
+@pytest.mark.parametrize(
+    "one, other, message",
+    [
+        ([zero("embed")], [], "number of edits, rank 0: 1; rank 1: 0"),
+        (
+            [zero("mlp_out", 0)],
+            [zero("mlp_out", 1)],
+            "edit 0, its point, rank 0: mlp_out of layer 0; rank 1: mlp",
+        ),
+        ([add("embed", None, 2)], [scale("embed", None, 2)], "edit 0, its change, rank 0: add; rank 1: mul"),
+        (
+            [zero("embed")] * 2,
+            [zero("embed"), zero("embed", positions=[1])],
+            "edit 1, its positions, rank 0: None; ",
+        ),
+        ([zero("z", 0, heads=[1])], [zero("z", 0, heads=[2])], "edit 0, its heads, rank 0: (1,); rank 1: (2,)"),
+        (
+            [add("embed", None, numbers(45))],
+            [add("embed", None, numbers(45, seed=1))],
+            "edit 0, its value, rank 0: [45] torch.float32 (digest ",
+        ),
+    ],
+)
+def test_ranks_that_edit_differently_are_told_so(ranks, one, other, message):
+    arguments = hub_config("llama"), transformers_model("llama").state_dict(), [one, other]
+    outcomes = ranks(2).run(_disagreed, *arguments)
+    assert all(f"the ranks differ in {message}" in said and tap is None for said, tap in outcomes), outcomes
+
+
 def _refused(group, config, weights, each):
     model = parallel_model(config, weights, group)
     try:
@@ -338,6 +386,8 @@ def _refused(group, config, weights, each):
         (zero("mlp_out", 2), "layer 2 is outside 0..1"),
         (zero("mlp_out", 0, heads=[1]), "mlp_out of layer 0 has no heads"),
         (zero("z", 0, heads=[9]), "head 9 is outside 0..8"),
+        (zero("mlp_out", 0.5), "layer is 0.5: it must be a whole number"),
+        (zero("mlp_out", True), "layer is True: it must be a whole number"),
         (
             add("mlp_out", 1, torch.ones(44)),
             "the value for mlp_out of layer 1 is [44]: it must be a number, [45] or [rows, 45]",
@@ -353,6 +403,28 @@ def _refused(group, config, weights, each):
 def test_edits_that_cannot_be_made_are_refused_on_every_rank(ranks, each, message):
     outcomes = ranks(2).run(_refused, hub_config("llama"), transformers_model("llama").state_dict(), each)
     assert all(message in said and tap is None for said, tap in outcomes), outcomes
+
+
+def test_patches_of_nothing_change_nothing():
+    model, ids = small_model(), torch.tensor([[1, 2, 3]])
+    with torch.no_grad(), capture(model, ["attn_out", "z"]) as cache:
+        plain = model(ids)
+    for nothing in (patch(cache, "attn_out", 0, positions=[]), patch(cache, "z", 0, heads=[])):
+        with torch.no_grad(), edit(model, nothing):
+            assert torch.equal(model(ids), plain)
+
+
+@torch.no_grad()
+def test_a_place_in_the_batch_that_two_sequences_had_is_no_source():
+    """When the first one ends, the second moves up, at positions that the first did not reach."""
+    model = small_model()
+    cache = KVCache(model.config, model.group, num_slots=2, capacity=8, dtype=model.dtype)
+    with capture(model, ["resid_mid"]) as source:
+        model.next_token_logits(Step(torch.arange(5), (SequenceSlice(2), SequenceSlice(3, slot=1))), cache)
+        model.next_token_logits(Step(torch.tensor([5]), (SequenceSlice(1, start=3, slot=1),)), cache)
+    with pytest.raises(RequestError, match="sequence 0 of the source is not the same in all forwards"):
+        patch(source, "resid_mid", 0)
+    assert patch(source, "resid_mid", 0, sequence=1).positions == (0, 1, 2)
 
 
 @torch.no_grad()

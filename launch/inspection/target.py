@@ -21,18 +21,22 @@ def token_of(option: str, given: str, model: LanguageModel) -> int:
     Raises:
         RequestError: text that is not one token, or an id outside the vocabulary.
     """
-    if match := re.fullmatch(r"id:(\d+)", given):
-        token_id, last = int(match.group(1)), model.config.vocab_size - 1
-        if token_id > last:
-            raise RequestError(f"{option} {given} is outside the vocabulary: ids are 0 to {last}")
-        return token_id
+    match = re.fullmatch(r"id:(\d+)", given)
+    token_id = int(match.group(1)) if match else _only_token(option, given, model)
+    if token_id >= model.config.vocab_size:  # some tokenizers have more tokens than the model
+        which = given if match else f"{given!r}, id {token_id},"
+        raise RequestError(f"{option} {which} is outside the vocabulary: ids are 0 to {model.config.vocab_size - 1}")
+    return token_id
+
+
+def _only_token(option: str, text: str, model: LanguageModel) -> int:
     tokenizer = model.require_tokenizer()
-    ids: list[int] = tokenizer.encode(given, add_special_tokens=False)
+    ids: list[int] = tokenizer.encode(text, add_special_tokens=False)
     if len(ids) == 1:
         return ids[0]
     texts = TokenTexts(tokenizer)
     parts = " ".join(texts.label(token_id) for token_id in ids[:MOST_SHOWN]) + (" ..." if len(ids) > MOST_SHOWN else "")
     raise RequestError(
-        f"{option} {given!r} is {len(ids)} tokens ({parts}): "
+        f"{option} {text!r} is {len(ids)} tokens ({parts}): "
         "give the text of one, with its space in front if it begins a word, or id:N"
     )

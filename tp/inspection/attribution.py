@@ -21,12 +21,15 @@ from torch import Tensor
 from tp.errors import RequestError
 from tp.inspection.activation_cache import ActivationCache
 from tp.inspection.identity import check_stream_is_a_sum
+from tp.inspection.points import integer
 from tp.kernels.int8_weight import Int8Weight
 from tp.kernels.rows import rows_of
 from tp.layers.norm import LayerNorm, Norm, RMSNorm
 from tp.models.causal_lm import CausalLM
 from tp.models.decoder import DecoderLayer
 from tp.parallel.partition import query_head_ranges
+
+INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 
 
 @dataclass(frozen=True)
@@ -73,18 +76,18 @@ def direct_contributions(
     Args:
         cache: of "embed", and "attn_out", "mlp_out" and "resid_post" in all layers, and of "z" for the heads; not
             sharded.
-        target_ids: one id, or several, each for itself.
+        target_ids: one id, or several, each for itself; a tensor of any shape, of any integer type.
         against: as many ids, or one for all.
         row: of the cache's rows, the last by default.
 
     Raises:
         RequestError: a post-norm model, whose states are no sums; a value that was not captured whole; a row or id that
-            there is not.
+            there is not; ids that are no whole numbers; another number of them to compare with.
     """
     check_stream_is_a_sum(cache, "direct logit attribution")
     if cache.sharded:
         raise RequestError("direct logit attribution needs whole rows: capture without sharded=True")
-    num_rows = len(cache.tokens)
+    row, num_rows = integer("row", row), len(cache.tokens)
     if not -num_rows <= row < num_rows:
         raise RequestError(f"row {row} is outside the {num_rows} captured rows")
     directions = _unembedding(model, target_ids, against)
@@ -159,16 +162,38 @@ def _unembedding(
 ) -> Tensor:
     """W_U[target], or W_U[target] − W_U[against]: [..., D] float64, from the ranks that own the rows."""
     head = model.lm_head
-    ids = [torch.as_tensor(some) for some in (target_ids, against) if some is not None]
-    asked = torch.cat([some.flatten() for some in ids]).to(model.group.device)
+    ids = [_token_ids("target_ids", target_ids, model.group.device)]
+    if against is not None:
+        ids.append(_against(_token_ids("against", against, model.group.device), ids[0]))
+    asked = torch.cat([some.flatten() for some in ids])
     for token_id in asked.tolist():
         if not 0 <= token_id < head.vocab_size:
             raise RequestError(f"token id {token_id} is outside 0..{head.vocab_size - 1}")
     own = rows_of(head.weight, asked, head.vocab_range.start, len(head.vocab_range))
-    rows = model.group.communicator.all_reduce(own).double().split([len(some.flatten()) for some in ids])
+    rows = model.group.communicator.all_reduce(own).double().split([some.numel() for some in ids])
     target, *other = (part.view(*some.shape, -1) for part, some in zip(rows, ids, strict=True))
     difference: Tensor = target - other[0] if other else target
     return difference
+
+
+def _token_ids(what: str, given: int | Sequence[int] | Tensor, device: torch.device) -> Tensor:
+    """[...] int64 on the device."""
+    try:
+        ids = torch.as_tensor(given, device=device)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise RequestError(f"{what} is {given!r}: token ids are whole numbers") from error
+    if ids.dtype not in INTEGERS or not ids.numel():
+        raise RequestError(f"{what} is {given!r}: give one token id or several, whole numbers")
+    return ids.long()
+
+
+def _against(ids: Tensor, targets: Tensor) -> Tensor:
+    """One id for all targets as one without a shape."""
+    if ids.numel() == 1:
+        return ids.reshape(())
+    if ids.shape != targets.shape:
+        raise RequestError(f"against is {list(ids.shape)} for targets {list(targets.shape)}: give as many, or one")
+    return ids
 
 
 def _dense(weight: Tensor | Int8Weight) -> Tensor:

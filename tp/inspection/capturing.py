@@ -11,13 +11,15 @@ from torch import Tensor
 
 from tp.config import ModelConfig
 from tp.inspection.activation_cache import ActivationCache, CapturedTokens, ForwardRecord
-from tp.inspection.points import check_heads, sites_of
+from tp.inspection.points import check_heads, describe, integers, sites_of
 from tp.inspection.rows import Rows, own_tokens, rows_at
+from tp.inspection.same_taps import check_same_tap
 from tp.layers.layout import Layout
 from tp.layers.step import Step
 from tp.layers.tap import Site, Tap
 from tp.models.causal_lm import CausalLM
 from tp.models.taps import attached
+from tp.parallel.agreement import Told
 from tp.parallel.group import TensorParallelGroup
 from tp.parallel.partition import query_head_ranges
 
@@ -52,10 +54,12 @@ def capture(
 
     Raises:
         RequestError: a point, layer or head that there is not; on every rank.
+        CommunicationError: ranks that ask for different things; on every rank, at the first forward.
     """
-    check_heads(heads, model.config)
-    kept_heads = tuple(sorted(range(model.config.num_attention_heads) if heads is None else heads))
+    kept_heads = tuple(sorted(range(model.config.num_attention_heads) if heads is None else integers("heads", heads)))
+    check_heads(kept_heads, model.config)
     sites = sites_of(points, layers, model.config)
+    positions = None if positions is None else integers("positions", positions)
     plan = _Plan(model.group, model.config, sites, positions, kept_heads, gradients, sharded, device)
     cache = ActivationCache(model.config, kept_heads, sharded)
     with attached(model, _Capture(plan, cache)):
@@ -74,6 +78,17 @@ class _Plan:
     gradients: bool
     sharded: bool
     device: torch.device | str | None
+
+    def told(self) -> Told:
+        """What must be equal on all ranks, in words."""
+        return {
+            "call": "capture",
+            "points of a capture": ", ".join(sorted(map(describe, self.sites))),
+            "positions of a capture": str(self.positions),
+            "heads of a capture": str(self.heads),
+            "gradients of a capture": str(self.gradients),
+            "sharded of a capture": str(self.sharded),
+        }
 
     def rows_of(self, value: Tensor, rows: Rows, layout: Layout) -> Tensor:
         """A copy of the chosen rows of [N, D], from this layout's share of it."""
@@ -101,6 +116,8 @@ class _Capture(Tap):
         self._plan, self._cache = plan, cache
 
     def on_step(self, step: Step) -> Tap:
+        if not self._cache.forwards:
+            check_same_tap(self._plan.group, self._plan.told())
         rows = rows_at(step, self._plan.positions)
         record = ForwardRecord(_tokens_of(step, rows, forward=len(self._cache.forwards)), torch.arange(len(rows)))
         self._cache.forwards.append(record)

@@ -6,6 +6,7 @@ states after it, as if the sublayer had written that.
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -15,13 +16,15 @@ from torch import Tensor
 
 from tp.config import ModelConfig
 from tp.errors import RequestError
-from tp.inspection.points import check_heads, describe, site_of
+from tp.inspection.points import check_heads, describe, integers, site_of
 from tp.inspection.rows import Rows, rows_at
+from tp.inspection.same_taps import check_same_tap
 from tp.layers.layout import Layout
 from tp.layers.step import Step
 from tp.layers.tap import Site, Tap
 from tp.models.causal_lm import CausalLM
 from tp.models.taps import attached
+from tp.parallel.agreement import Told
 from tp.parallel.group import TensorParallelGroup
 from tp.parallel.mappings import copy_to_tensor_parallel_region
 
@@ -112,6 +115,7 @@ def edit(model: CausalLM, *edits: Edit) -> Iterator[None]:
     Raises:
         RequestError: a point, layer or head that there is not, heads of a point that has none, or a value of the wrong
             shape. Values with as many rows as the step has tokens are checked when a step comes.
+        CommunicationError: ranks that edit differently, or with different values; on every rank, at the first forward.
     """
     for each in edits:
         _check(each, model.config)
@@ -124,8 +128,12 @@ class _Edits(Tap):
 
     def __init__(self, edits: Sequence[Edit], config: ModelConfig, group: TensorParallelGroup) -> None:
         self._edits, self._config, self._group = edits, config, group
+        self._compared = False
 
     def on_step(self, step: Step) -> Tap:
+        if not self._compared:
+            check_same_tap(self._group, _told(self._edits))
+            self._compared = True
         by_site: dict[Site, list[_StepEdit]] = {}
         for each in self._edits:
             _check_rows(each, step)
@@ -217,12 +225,33 @@ def _edit(
 ) -> Edit:
     if not isinstance(operand, Tensor):
         operand = torch.tensor(operand, dtype=torch.float64)
-    as_tuples = (None if numbers is None else tuple(numbers) for numbers in (positions, heads))
+    given = (("positions", positions), ("heads", heads))
+    as_tuples = (None if numbers is None else integers(what, numbers) for what, numbers in given)
     return Edit(point, layer, change, operand, *as_tuples)
 
 
 def _replaced(current: Tensor, operand: Tensor) -> Tensor:
     return operand.to(current.dtype).expand_as(current)
+
+
+def _told(edits: Sequence[Edit]) -> Told:
+    """What must be equal on all ranks, in words; values as digests."""
+    told = {"call": "edit", "number of edits": str(len(edits))}
+    for index, each in enumerate(edits):
+        told.update(_told_of(f"edit {index}", each))
+    return told
+
+
+def _told_of(name: str, each: Edit) -> dict[str, str]:
+    operand = each.operand.detach().cpu().contiguous()
+    digest = zlib.crc32(operand.reshape(-1).view(torch.uint8).numpy().tobytes())
+    return {
+        f"{name}, its point": f"{each.point} of layer {each.layer}",
+        f"{name}, its change": getattr(each.change, "__name__", ""),
+        f"{name}, its value": f"{list(operand.shape)} {operand.dtype} (digest {digest:08x})",
+        f"{name}, its positions": str(each.positions),
+        f"{name}, its heads": str(each.heads),
+    }
 
 
 def _check(each: Edit, config: ModelConfig) -> None:
@@ -232,7 +261,7 @@ def _check(each: Edit, config: ModelConfig) -> None:
     of_heads = each.point == "z"
     if each.heads is not None and not of_heads:
         raise RequestError(f"{describe(site)} has no heads: leave heads out, or edit z")
-    check_heads(each.heads, config)
+    check_heads(each.heads or (), config)
     num_heads = config.num_attention_heads if each.heads is None else len(each.heads)
     of_token = [num_heads, config.head_dim] if of_heads else [config.hidden_size]
     rows = "rows" if each.positions is None else len(each.positions)

@@ -59,7 +59,7 @@ def residual_identity_error(cache: ActivationCache) -> IdentityError:
     last = cache.value("resid_post", config.num_layers - 1)
     error = (last.double() - total).abs()
     allowed = magnitudes * torch.finfo(last.dtype).eps / 2 * (2 if last.dtype == torch.float64 else 1)
-    ratio = (error / allowed).where(error > 0, 0)
+    ratio = (error / allowed).where(error != 0, 0)  # of what is not finite: nan, which does not hold
     if not error.numel():
         return IdentityError(0.0, 0.0, 0.0)
     at = error.argmax()

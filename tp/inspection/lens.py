@@ -47,7 +47,7 @@ def logit_lens(model: CausalLM, states: Tensor, top: int = 5) -> Lens:
     Args:
         states: [L, D], the states of one token from the first to the final one, or [L, …, D], those of several tokens.
             The last along the first dim are the final ones, which the others are compared with. With `resid_post` of
-            the last layer there, "final" is the model's own prediction.
+            the last layer there, "final" is the model's own prediction. Cast to the model's dtype.
         top: how many tokens of each distribution are told, at most V.
 
     Raises:
@@ -57,7 +57,7 @@ def logit_lens(model: CausalLM, states: Tensor, top: int = 5) -> Lens:
         raise RequestError(f"states are {tuple(states.shape)}: the lens takes [L, ..., {model.config.hidden_size}]")
     if top < 1:
         raise RequestError(f"top is {top}: it must be at least 1")
-    by_token = states.to(model.group.device).reshape(len(states), -1, states.shape[-1])
+    by_token = states.to(model.group.device, model.dtype).reshape(len(states), -1, states.shape[-1])
     lens = _joined([_lens_of_tokens(model, tokens, top) for tokens in by_token.split(ROWS, dim=1)], dim=1)
     return Lens(*(column.reshape(*states.shape[:-1], *column.shape[2:]) for column in _columns(lens)))
 
@@ -104,17 +104,24 @@ def _shifted(logits: ShardedLogits) -> Tensor:
 
 
 def _best(logits: ShardedLogits, shifted: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """Ids and shifted logits of the `count` best of each row: each rank's best travel in one all-gather."""
+    """Ids and shifted logits of the `count` best of each row: each rank's best travel in one all-gather.
+
+    They are compared as they are: shifted ones would be rounded once more, to ties that there are not.
+    """
     width = logits.local.shape[-1]
     real = logits.local[..., : logits.num_valid].float().flatten(0, -2)
+    real = real.nan_to_num(nan=LOWEST)  # so that padding, which stands last, is never before an id
     padding = (0, width - logits.num_valid)
-    columns = best_columns(torch.nn.functional.pad(real, padding, value=LOWEST), min(count, width))
-    values = torch.nn.functional.pad(shifted.flatten(0, -2), padding, value=LOWEST).gather(-1, columns)
-    packed = torch.stack([values, (columns + logits.vocab_start_index).double()])
+    whole, values = (
+        torch.nn.functional.pad(of_real, padding, value=LOWEST) for of_real in (real, shifted.flatten(0, -2))
+    )
+    columns = best_columns(whole, min(count, width))
+    ids = (columns + logits.vocab_start_index).double()
+    packed = torch.stack([whole.gather(-1, columns).double(), values.gather(-1, columns), ids])
     group = logits.group
     gathered = group.communicator.all_gather(packed.unsqueeze(0), [1] * group.size)
-    values, ids = gathered.permute(1, 2, 0, 3).flatten(2)
-    best = best_columns(values.float(), count)  # ranks stand in the order of their ids, so ties go to the lowest
+    candidates, values, ids = gathered.permute(1, 2, 0, 3).flatten(2)
+    best = best_columns(candidates.float(), count)  # ranks stand in the order of their ids: ties go to the lowest
     shape = logits.local.shape[:-1]
     return ids.gather(-1, best).long().unflatten(0, shape), values.gather(-1, best).unflatten(0, shape)
 

@@ -7,7 +7,11 @@ Names as in TransformerLens. `resid_pre` of a later layer is `resid_post` of the
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+import operator
+from collections.abc import Collection, Iterable, Sequence
+from typing import Any
+
+import torch
 
 from tp.config import ModelConfig
 from tp.errors import RequestError
@@ -34,7 +38,7 @@ def site_of(point: str, layer: int | None, config: ModelConfig) -> Site:
         return Site(None, point)
     if layer is None:
         raise RequestError(f"{point} belongs to a layer: say which, 0 to {config.num_layers - 1}")
-    check_layer(layer, config)
+    layer = checked_layer(layer, config)
     return Site(layer - 1, "resid_post") if point == "resid_pre" and layer > 0 else Site(layer, point)
 
 
@@ -44,9 +48,11 @@ def sites_of(points: Collection[str], layers: Sequence[int] | None, config: Mode
     Raises:
         RequestError: a point or layer that there is not.
     """
-    layers = range(config.num_layers) if layers is None else layers
+    if isinstance(points, str):
+        raise RequestError(f"points is {points!r}: give a list of points")
+    layers = range(config.num_layers) if layers is None else integers("layers", layers)
     for layer in layers:  # also where no point takes one
-        check_layer(layer, config)
+        checked_layer(layer, config)
     for point in points:
         _check_point(point)
     of_layers = [(point, layer) for point in points if point not in OF_NO_LAYER for layer in layers]
@@ -59,21 +65,50 @@ def describe(site: Site) -> str:
     return site.point if site.layer is None else f"{site.point} of layer {site.layer}"
 
 
-def check_layer(layer: int, config: ModelConfig) -> None:
-    """Raises `RequestError` where the model has no such layer."""
+def checked_layer(layer: int, config: ModelConfig) -> int:
+    """The layer as an int; raises `RequestError` where the model has no such one."""
+    layer = integer("layer", layer)
     if not 0 <= layer < config.num_layers:
         raise RequestError(f"layer {layer} is outside 0..{config.num_layers - 1}, the layers of this model")
+    return layer
 
 
-def check_heads(heads: Sequence[int] | None, config: ModelConfig) -> None:
+def check_heads(heads: Sequence[int], config: ModelConfig) -> None:
     """Raises `RequestError` where the model has no such query head, or one is named twice."""
-    for head in heads or ():
+    for head in heads:
         if not 0 <= head < config.num_attention_heads:
             raise RequestError(
                 f"head {head} is outside 0..{config.num_attention_heads - 1}, the query heads of a layer"
             )
-    if heads is not None and len(set(heads)) < len(heads):
+    if len(set(heads)) < len(heads):
         raise RequestError(f"heads {list(heads)} name one of them twice")
+
+
+def integers(what: str, numbers: Iterable[int]) -> tuple[int, ...]:
+    """Layers, positions or heads as ints. A tensor of them is taken too, a mask is not.
+
+    Raises:
+        RequestError: something else than whole numbers.
+    """
+    try:
+        given = list(numbers)
+    except TypeError as error:
+        raise RequestError(f"{what} is {numbers!r}: give a list of whole numbers") from error
+    return tuple(integer(f"one of {what}", number) for number in given)
+
+
+def integer(what: str, number: Any) -> int:
+    """A whole number as an int: tensors hash by identity, so that one of them would be found nowhere.
+
+    Raises:
+        RequestError: something else, a truth value for example.
+    """
+    try:
+        if isinstance(number, bool) or getattr(number, "dtype", None) is torch.bool:
+            raise TypeError
+        return operator.index(number)
+    except TypeError as error:
+        raise RequestError(f"{what} is {number!r}: it must be a whole number") from error
 
 
 def _check_point(point: str) -> None:
