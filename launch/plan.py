@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from launch.arguments import add_layout_option, add_output_options, place, positive
+from launch.output_files import check_file
 from launch.planning.degrees import Degrees
 from launch.terminal import Terminal
 from tp.errors import CapacityError, RequestError
@@ -78,12 +79,23 @@ def execute(arguments: argparse.Namespace) -> int:
 
 
 def _check(arguments: argparse.Namespace) -> None:
-    if arguments.calibrate:
-        if arguments.out is None:
-            raise RequestError("--calibrate needs --out FILE, where the profile goes")
-        if arguments.model or arguments.hardware:
-            raise RequestError("--calibrate measures this machine: it takes no --model and no --hardware")
-        return
+    """What can be refused before a model is read or anything is measured."""
+    _check_calibration(arguments) if arguments.calibrate else _check_plan(arguments)
+    for option, file in (("--out", arguments.out), ("--plot", arguments.plot)):
+        if file is not None:
+            check_file(option, file)
+
+
+def _check_calibration(arguments: argparse.Namespace) -> None:
+    if arguments.out is None:
+        raise RequestError("--calibrate needs --out FILE, where the profile goes")
+    if arguments.model or arguments.hardware:
+        raise RequestError("--calibrate measures this machine: it takes no --model and no --hardware")
+    if arguments.plot:
+        raise RequestError("--plot goes with a plan: --calibrate has nothing to draw")
+
+
+def _check_plan(arguments: argparse.Namespace) -> None:
     if arguments.out is not None:
         raise RequestError("--out goes with --calibrate; --json and --plot show a plan")
     if not arguments.model:
@@ -133,10 +145,14 @@ def _workload(arguments: argparse.Namespace) -> Workload:
 
 
 def _check_amount(workload: Workload) -> None:
-    """Refuses what would take longer to plan than to buy: nodes, sequences and steps are gone through one by one."""
+    """Refuses what would take longer to plan than to buy: nodes and sequences are gone through one by one."""
     for name, value, most in (("nodes", workload.nodes, MOST_NODES), ("batch", workload.batch, MOST_SEQUENCES)):
         if value > most:
             raise RequestError(f"--{name} {value} is more than {most}, which no plan is made for")
+
+
+def _check_steps(workload: Workload) -> None:
+    """So are steps of a prefill."""
     if workload.batch * workload.context > MOST_STEPS * workload.chunk:
         raise RequestError(
             f"--prefill-chunk {workload.chunk} would cut {workload.batch} x {workload.context} prompt tokens into more "
@@ -149,6 +165,7 @@ def _plan_serving(arguments: argparse.Namespace, workload: Workload, terminal: T
     from launch.planning.tables import print_serving
     from tp.planning.plan import plan_serving
 
+    _check_steps(workload)
     plans = [plan_serving(workload, degree) for degree in _degrees(arguments, workload)]
     if arguments.json:
         terminal.show(json.dumps(serving_content(arguments.model, workload, plans)) + "\n")

@@ -18,6 +18,7 @@ VARIANTS = {
     "sandwich with layer norm": {"norm_placement": "sandwich", "norm": "layer_norm", "attention_output_bias": True},
     "gelu": {"norm": "layer_norm", "gated_mlp": False, "activation": "gelu", "mlp_bias": True},
     "relu": {"norm_placement": "post", "gated_mlp": False, "activation": "relu"},
+    "norms of q and k": {"qk_norm": True},
 }
 
 

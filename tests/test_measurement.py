@@ -16,8 +16,10 @@ import pytest
 import torch
 
 from benchmarks import collectives, decode
+from launch.arguments import Parser
 from launch.measurement import decoding
 from launch.measurement.child import Child, Command
+from launch.measurement.command_line import add_shared_options
 from launch.measurement.contestants import Contestant, Field
 from launch.measurement.decoding import Case, Comparison, compare
 from launch.measurement.errors import ContestantError
@@ -427,6 +429,17 @@ def test_the_gguf_file_lies_beside_the_directory(tmp_path):
     assert gguf_of(Task(str(directory), "bfloat16", 1, 8)) == str(beside)
     assert gguf_of(Task(f"{directory}/", "bfloat16", 1, 8)) == str(beside)
     assert gguf_of(Task(str(directory), "bfloat16", 1, 8, gguf=str(other))) == str(other)
+    with pytest.raises(ContestantError, match="--gguf /nowhere.gguf is no .gguf file"):  # not the one beside instead
+        gguf_of(Task(str(directory), "bfloat16", 1, 8, gguf="/nowhere.gguf"))
+
+
+@pytest.mark.parametrize("text", ["nan", "inf", "0", "-1"])
+def test_patience_is_a_time_that_ends(text):
+    parser = Parser()
+    add_shared_options(parser, tp="1")
+    assert parser.parse_args(["--model", "m", "--patience", "2.5"]).patience == 2.5
+    with pytest.raises(RequestError, match="--patience: .* is not a number of seconds above 0"):
+        parser.parse_args(["--model", "m", f"--patience={text}"])
 
 
 def test_the_lineup_deals_out_the_threads():

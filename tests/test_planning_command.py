@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,8 @@ import pytest
 from tiny_models import hub_config
 
 from launch.__main__ import main
-from tp.planning.hardware import load_profile
+from launch.planning import calibration
+from tp.planning.hardware import ANY_DEGREE, load_profile
 
 LARGE = {
     "model_type": "qwen2",
@@ -137,6 +139,11 @@ def test_a_profile_from_a_file(large: Path, tmp_path: Path, capfd: pytest.Captur
         (["--model", "LARGE", "--hardware", "H100", "--activation-checkpointing"], 2, "needs --train"),
         (["--model", "LARGE", "--hardware", "H100", "--train", "--weights", "int8"], 2, "contradict each other"),
         (["--model", "/nowhere/config.json", "--hardware", "H100"], 4, "is neither a file or directory nor a Hub id"),
+        (
+            ["--model", "LARGE", "--hardware", "H100", "--tp", "8", "--plot", "/nowhere/p.png"],
+            2,
+            "--plot /nowhere/p.png",
+        ),
         (["--calibrate"], 2, "--calibrate needs --out FILE"),
         (["--calibrate", "--out", "f", "--model", "m"], 2, "it takes no --model and no --hardware"),
     ],
@@ -146,6 +153,49 @@ def test_what_cannot_be_planned_is_one_line(
 ) -> None:
     found, said = complaint(capsys, *(str(large) if option == "LARGE" else option for option in options))
     assert message in said and found == status
+
+
+def test_what_a_calibration_cannot_write_is_refused_before_it_measures(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(calibration, "calibrate", lambda *_: pytest.fail("it has begun to measure"))
+    for out in (tmp_path / "absent" / "here.json", tmp_path):
+        assert complaint(capsys, "--calibrate", "--out", out)[0] == 2
+    options = ("--calibrate", "--out", tmp_path / "here.json", "--plot", tmp_path / "p.png")
+    assert "--calibrate has nothing to draw" in complaint(capsys, *options)[1]
+
+
+def test_degrees_that_were_not_measured_are_left_out_of_ranges(
+    large: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    profile = load_profile("H200")
+    rates = profile.rates[ANY_DEGREE]
+    replace(profile, rates={2: rates, 4: rates}).write(tmp_path / "mine.json")
+    options = ("--model", large, "--hardware", tmp_path / "mine.json")
+    for degrees in (["--tp", "1-8"], []):
+        assert [degree["tp_size"] for degree in planned(capfd, *options, *degrees)["degrees"]] == [2, 4]
+    assert "was measured at degrees 2, 4 only" in complaint(capfd, *options, "--tp", "5-8")[1]
+
+
+def test_a_profile_of_no_degree_that_the_model_has(
+    large: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    profile = load_profile("H100")
+    replace(profile, ranks_per_node=128, rates={128: profile.rates[ANY_DEGREE]}).write(tmp_path / "mine.json")
+    status, said = complaint(capfd, "--model", large, "--hardware", tmp_path / "mine.json")
+    assert status == 3 and "degree 128 is outside 1..64" in said
+
+
+def test_training_has_no_steps_of_a_prefill_to_be_too_many(large: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    options = ["--batch", "2048", "--context", "32768", "--tp", "8", "--json"]
+    assert main(["plan", "--model", str(large), "--hardware", "H100", "--train", *options]) == 5
+    output = capfd.readouterr()
+    assert "too little" in output.err
+    gathered = [c for c in json.loads(output.out)["degrees"][0]["collectives"]["step"]["each"] if c["count"] == 65536]
+    assert gathered == [{"operation": "all_gather", "nbytes": 1024 * 8 * 16, "count": 65536}]
+    assert "--prefill-chunk 512 would cut" in complaint(
+        capfd, "--model", large, "--hardware", "H100", *options[:-1]
+    )[1]  # fmt: skip
 
 
 def test_a_directory_needs_no_weights(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

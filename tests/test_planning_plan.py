@@ -179,6 +179,18 @@ def test_profiles_that_are_none(tmp_path):
         broken.write_text(json.dumps(content))
         with pytest.raises(RequestError, match="is not a hardware profile|not a JSON object"):
             load_profile(str(broken))
+    nccl = {"generation": "ampere", "link": "nvlink", "channels": 1, "channel_gb_per_s": 20}
+    none, nvls = nccl | {"channels": 0}, nccl | {"nvls_channels": 8, "nvls_channel_gb_per_s": 20}
+    for change, message in (
+        ({"fabric": {"nccl": none}}, "channels are 0"),
+        ({"fabric": {"nccl": nvls}}, "generation ampere has no NVLS"),
+        ({"rates": {"any": whole["rates"]["any"] | {"matrix_flops_per_s": {}}}}, "matrix_flops_per_s has no dtype"),
+    ):
+        broken.write_text(json.dumps(whole | change))
+        with pytest.raises(RequestError, match=message):
+            load_profile(str(broken))
+    broken.write_text(json.dumps(whole | {"fabric": {"nccl": nccl}}))
+    assert load_profile(str(broken)).fabric.nccl is not None
     lone = replace(load_profile("H100"), rates={4: load_profile("H100").rates[ANY_DEGREE]})
     with pytest.raises(RequestError, match="--tp 2: profile H100 was measured at degrees 4 only"):
         lone.rates_of(2)
@@ -190,3 +202,13 @@ def test_a_model_of_few_heads_is_planned_at_every_degree():
         plan = plan_serving(Workload(config, BFLOAT16, load_profile("L40S"), context=64), tp_size)
         assert plan.placement.fits and len(plan.placement.memory) == tp_size
     assert isinstance(load_profile("l40s"), Profile)
+
+
+def test_where_queries_and_keys_are_normed_a_step_holds_them_once_more():
+    """Of a narrow MLP, so that attention is the half of a layer that takes most."""
+    config = replace(SEVEN_B, model_type="qwen3", intermediate_size=64)
+    plain, normed = (
+        serving_placement(workload(config=replace(config, qk_norm=qk_norm)), 1).worst.activations
+        for qk_norm in (False, True)
+    )
+    assert normed - plain == 512 * (32 + 8) * 128 * 2

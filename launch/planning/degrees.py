@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Degrees:
-    """Numbers that were named, and numbers of ranges: of those, only what the machine can place is planned."""
+    """Numbers that were named, and numbers of ranges: of those, only what the machine can do is planned."""
 
     named: tuple[int, ...]
     ranged: tuple[int, ...] = ()
@@ -43,22 +43,38 @@ class Degrees:
         """In ascending order.
 
         Raises:
-            ConfigError, RequestError: a number that was named, or a whole range, that cannot be placed.
+            ConfigError, RequestError: a number that was named, or a whole range, that cannot be planned.
         """
-        for degree in (*self.named, *([] if self._placed(workload) or self.named else self.ranged[:1])):
+        found = sorted({*self.named, *_plannable(self.ranged, workload)})
+        for degree in (*self.named, *(() if found else self.ranged[:1])):
             workload.nodes_of(degree)
-        return sorted({*self.named, *self._placed(workload)})
-
-    def _placed(self, workload: Workload) -> Sequence[int]:
-        heads, nodes = workload.config.num_attention_heads, workload.nodes
-        return [d for d in self.ranged if d <= heads and workload.profile.nodes_for(d, nodes) is not None]
+            workload.profile.rates_of(degree)
+        return found
 
 
 def usual_degrees(workload: Workload) -> list[int]:
-    """Powers of two up to all ranks of all nodes, or what the profile was measured at; none above the query heads."""
+    """Powers of two up to all ranks of all nodes, or what the profile was measured at; none above the query heads.
+
+    Raises:
+        ConfigError, RequestError: the profile was measured only where this model cannot be.
+    """
     profile = workload.profile
-    most = min(workload.config.num_attention_heads, profile.ranks_per_node * workload.nodes)
-    powers = [2**exponent for exponent in range(most.bit_length())]
-    measured = [degree for degree in sorted(profile.rates) if degree != ANY_DEGREE]
+    powers = [2**exponent for exponent in range((profile.ranks_per_node * workload.nodes).bit_length())]
+    measured = sorted(degree for degree in profile.rates if degree != ANY_DEGREE)
     known = powers if ANY_DEGREE in profile.rates else measured
-    return [d for d in known if d <= most and profile.nodes_for(d, workload.nodes) is not None]
+    found = _plannable(known, workload)
+    if not found:
+        workload.nodes_of(known[0])
+    return found
+
+
+def _plannable(degrees: Iterable[int], workload: Workload) -> list[int]:
+    """Those of enough query heads, of which the nodes hold as many ranks each, at rates that are known."""
+    profile = workload.profile
+    return [
+        degree
+        for degree in degrees
+        if degree <= workload.config.num_attention_heads
+        and profile.nodes_for(degree, workload.nodes) is not None
+        and profile.has_rates_of(degree)
+    ]

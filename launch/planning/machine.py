@@ -31,6 +31,8 @@ from tp.planning.hardware import MeasuredCollective
 
 ROUNDS = 5
 """That count; one before them warms up."""
+WAKING_TOKENS = 64
+"""Of a prompt that goes before each request: the first after a pause is slower."""
 CHUNK = 512
 """Prompt tokens of a step, as `GenerationOptions` has it."""
 PATIENCE_S = 600.0
@@ -155,7 +157,13 @@ def observations(name: str, case: Case, answers: Sequence[DecodeAnswer]) -> list
 
 def _action(field: Field, contestant: Contestant, case: Case, vocab_size: int) -> Callable[[], Measured]:
     request = random_request(case.batch, case.prompt_tokens, case.new_tokens, vocab_size)
-    return lambda: field.decode(contestant.name, request, PATIENCE_S)
+    waking = random_request(1, WAKING_TOKENS, 2, vocab_size)
+
+    def answer() -> DecodeAnswer:
+        field.decode(contestant.name, waking, PATIENCE_S)
+        return field.decode(contestant.name, request, PATIENCE_S)
+
+    return answer
 
 
 def _contestant(model: str, dtype: str, degree: int) -> Contestant:

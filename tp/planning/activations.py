@@ -7,15 +7,19 @@ sequence parallelism), Q, K, I this rank's query, KV and intermediate widths, an
     norms        s · (D·e + 4) each     what each norm read, and its float32 statistic (LayerNorm has two)
     projections  2 · s · D·e            what the q|k|v and gate|up linears read
     attention    N · (2Q + 2K) · e      q, k, v, and the kernel's output, which the output projection reads
+                 + N · (Q + 2K) · e     with per-head q/k norms: q|k|v, a part of which they read
+                 + N · (heads + KV heads) · 4    and their float32 statistics
                  + N · Q · e            where the rank's heads fall into several runs, whose outputs are joined by copy
                  + N · heads · 4        the float32 log-sum-exp of each row
     MLP          N · 3I · e             gate and up, and what the down projection reads
                  N · 2I · e             without a gate; N · I · e with ReLU, whose output tells its gradient
 
-Without gradients nothing is kept. The most that a layer holds at once, beside the stream and its norm (2·s·D), is what
-one of its halves holds: D for the gathered input if the stream is sharded, then
+Without gradients nothing is kept. A layer holds the stream and its norm (2·s·D), and what the larger of its halves
+does; copies that kernels and collectives make meanwhile are not counted. A half holds D for the gathered input if the
+stream is sharded, then
 
     attention    N · (3Q + 3K + D)      q|k|v, rotated q and k, the kernel's output, the partial sum
+                 + N · (Q + K)          normed q and k, with per-head norms
     MLP          N · (3I + D)           gate and up, what the down projection reads, the partial sum
 """
 
@@ -76,6 +80,8 @@ def layer_activations(
     runs = uniform_runs(config.num_attention_heads, config.num_kv_heads, tp_size, tp_rank)
     query_copies = 3 if len(runs) > 1 else 2
     attention_width = (query_copies * heads + 2 * kv_heads) * config.head_dim * itemsize + heads * STATISTIC_BYTES
+    if config.qk_norm:
+        attention_width += (heads + 2 * kv_heads) * config.head_dim * itemsize + (heads + kv_heads) * STATISTIC_BYTES
     return LayerActivations(
         stream=own_tokens * (norms + 2 * width),
         attention=num_tokens * attention_width,
@@ -91,14 +97,14 @@ def _kept_of_mlp(config: ModelConfig) -> int:
 
 
 def step_activations(model: RankModel, tokens: int, num_logits: int, *, sharded: bool) -> int:
-    """The most bytes that a step without gradients holds at once, logits and the sampler's copies of them included.
+    """Bytes that a step without gradients holds at once, logits and the sampler's copies of them included.
 
     Args:
         tokens: of the step. num_logits: rows of the head.
     """
     width = model.config.hidden_size
     own_tokens = ceil_div(tokens, model.tp_size) if sharded else tokens
-    attention = 3 * model.query_width + 3 * model.kv_width
+    attention = (4 if model.config.qk_norm else 3) * (model.query_width + model.kv_width)
     mlp = (3 if model.config.gated_mlp else 2) * model.parameters.intermediate
     halves = tokens * (max(attention, mlp) + width * (2 if sharded else 1))
     logits = num_logits * model.parameters.head.rows * (model.precision.itemsize + 2 * STATISTIC_BYTES)

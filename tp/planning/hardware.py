@@ -161,6 +161,10 @@ class Profile:
     fabric: Fabric
     sources: Mapping[str, str] = field(default_factory=dict)
 
+    def has_rates_of(self, tp_size: int) -> bool:
+        """Whether it was measured at this degree, or holds at every one."""
+        return tp_size in self.rates or ANY_DEGREE in self.rates
+
     def rates_of(self, tp_size: int) -> Rates:
         """Of a rank of a group of this degree.
 
@@ -247,15 +251,29 @@ def _check(profile: Profile) -> None:
             raise ValueError(f"no {kind} {unknown[0]}: there are {', '.join(known)}")
     if not 1 <= profile.ranks_per_node <= MOST_RANKS:
         raise ValueError(f"ranks_per_node is {profile.ranks_per_node}: it must be in 1..{MOST_RANKS}")
-    if topology and topology.nvls_channels and topology.nvls_channel_gb_per_s < LEAST_RATE:
-        raise ValueError(f"nvls_channels are {topology.nvls_channels}, and nvls_channel_gb_per_s is 0")
+    if topology:
+        _check_nccl(topology)
     if not profile.rates:
         raise ValueError("it has no rates")
     for rates in profile.rates.values():
+        if not rates.matrix_flops_per_s:
+            raise ValueError("matrix_flops_per_s has no dtype")
         for dtype, points in rates.matrix_flops_per_s.items():
             rows = [at for at, _ in points]
             if not points or rows != sorted({*rows}) or rows[0] < 1 or min(rate for _, rate in points) < LEAST_RATE:
                 raise ValueError(f"rates of {dtype} products are not (rows, FLOP/s) with rising rows from 1 on")
+
+
+def _check_nccl(topology: NcclTopology) -> None:
+    """Refuses channels that move nothing."""
+    if topology.channels < 1:
+        raise ValueError(f"channels are {topology.channels}: they must be at least 1")
+    if not topology.nvls_channels:
+        return
+    if topology.nvls_channel_gb_per_s < LEAST_RATE:
+        raise ValueError(f"nvls_channels are {topology.nvls_channels}, and nvls_channel_gb_per_s is 0")
+    if not GENERATIONS[topology.generation].nvls_efficiency:
+        raise ValueError(f"nvls_channels are {topology.nvls_channels}: generation {topology.generation} has no NVLS")
 
 
 def _check_numbers(value: Any, name: str) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from tp.parallel import shared_memory, symmetric_memory
-from tp.planning.activations import layer_activations, step_activations
+from tp.planning.activations import STATISTIC_BYTES, layer_activations, step_activations
 from tp.planning.parameters import RankModel
 from tp.planning.step_collectives import LOSS_CHUNK
 
@@ -93,7 +93,7 @@ def training_memory(
     return RankMemory(
         weights=parameters.elements * PARAMETER_BYTES,
         cache=0,
-        activations=kept + stream + _loss_activations(model, tokens),
+        activations=kept + stream + loss_activations(model, device, tokens),
         gradients=parameters.elements * PARAMETER_BYTES,
         moments=parameters.elements * MOMENT_BYTES,
         buffers=communication_buffers(device, model.tp_size),
@@ -110,6 +110,26 @@ def communication_buffers(device: str, tp_size: int) -> int:
     return 2 * tp_size * shared_memory.SLOT_BYTES
 
 
+def loss_activations(model: RankModel, device: str, tokens: int) -> int:
+    """What the head and its loss hold at once, see `tp.training.cross_entropy.chunked_head_cross_entropy`.
+
+    All the time: the head's gathered input with its gradient, the head's gradient in float32, and its rounded copy. Of
+    each chunk, whichever is more: logits, their gradient and that of the chunk before, on CPUs with two float32 copies;
+    or logits, their gradient and what it adds to that of the input, or of the head, which CPUs widen first.
+    """
+    head, itemsize, chunk = model.parameters.head, model.precision.itemsize, min(tokens, LOSS_CHUNK)
+    rounded, on_cpu = itemsize != PARAMETER_BYTES, device == "cpu"
+    logits = chunk * head.rows
+    of_a_logit = (3 if tokens > LOSS_CHUNK else 2) * itemsize + (2 * STATISTIC_BYTES if on_cpu else 0)
+    of_a_weight = itemsize + (PARAMETER_BYTES if rounded and on_cpu else 0)
+    added = max(chunk * model.row_bytes, head.elements * of_a_weight)
+    return (
+        2 * tokens * model.row_bytes
+        + head.elements * (PARAMETER_BYTES + (itemsize if rounded else 0))
+        + max(logits * of_a_logit, 2 * logits * itemsize + added)
+    )
+
+
 def largest(fits: Callable[[int], bool], most: int) -> int:
     """The largest number from 0 to `most` that fits, where all below one that fits do; 0 counts as fitting."""
     low, high = 0, most
@@ -117,11 +137,3 @@ def largest(fits: Callable[[int], bool], most: int) -> int:
         middle = (low + high + 1) // 2
         low, high = (middle, high) if fits(middle) else (low, middle - 1)
     return low
-
-
-def _loss_activations(model: RankModel, tokens: int) -> int:
-    """The head's gathered input and its gradient, the head's gradient and rounded copy, and a chunk of logits twice."""
-    head, itemsize = model.parameters.head, model.precision.itemsize
-    copy = 0 if itemsize == PARAMETER_BYTES else head.elements * itemsize
-    logits = 2 * min(tokens, LOSS_CHUNK) * head.rows * itemsize
-    return 2 * tokens * model.row_bytes + head.elements * PARAMETER_BYTES + copy + logits

@@ -81,8 +81,9 @@ def training_collectives(model: RankModel, tokens: int, sharded: bool, recompute
     of_layer, of_end = shared_gradient_elements(model.config, model.tp_size, sharded)
     made += [Collective(ALL_REDUCE, GRADIENT_BYTES * of_layer, layers)] if of_layer else []
     made += [Collective(ALL_REDUCE, GRADIENT_BYTES * of_end, 1)] if of_end else []
-    of_token = model.tp_size * LOSS_STATISTIC_BYTES
-    made += [Collective(ALL_GATHER, of_token * len(chunk), 1) for chunk in _chunks(tokens)]
+    of_token, (whole_chunks, rest) = model.tp_size * LOSS_STATISTIC_BYTES, divmod(tokens, LOSS_CHUNK)
+    made += [Collective(ALL_GATHER, of_token * LOSS_CHUNK, whole_chunks)] if whole_chunks else []
+    made += [Collective(ALL_GATHER, of_token * rest, 1)] if rest else []
     return (*made, Collective(ALL_REDUCE, GRADIENT_NORM_BYTES, 1))
 
 
@@ -99,8 +100,3 @@ def shared_gradient_elements(config: ModelConfig, tp_size: int, sharded: bool) -
     biases = (config.attention_output_bias + config.mlp_bias) * config.hidden_size
     of_layer = of_heads + (len(placement.attention) + len(placement.mlp)) * of_norm + biases
     return of_layer, of_norm if placement.final else 0
-
-
-def _chunks(tokens: int) -> list[range]:
-    """Tokens whose loss is computed at once."""
-    return [range(start, min(tokens, start + LOSS_CHUNK)) for start in range(0, tokens, LOSS_CHUNK)]

@@ -42,11 +42,14 @@ def gguf_of(task: Task) -> str:
     """The GGUF file of the task's model: given, the model itself, or the one beside the directory.
 
     Raises:
-        ContestantError: there is none.
+        ContestantError: there is none, or the one that was given is none.
     """
-    for candidate in (task.gguf, task.model, f"{Path(task.model)}.gguf"):
-        if candidate is not None and candidate.endswith(".gguf") and Path(candidate).is_file():
+    candidates = [task.model, f"{Path(task.model)}.gguf"] if task.gguf is None else [task.gguf]
+    for candidate in candidates:
+        if candidate.endswith(".gguf") and Path(candidate).is_file():
             return str(Path(candidate).resolve())
+    if task.gguf is not None:
+        raise ContestantError(f"--gguf {task.gguf} is no .gguf file")
     raise ContestantError(f"there is no GGUF file beside {task.model}: name one with --gguf")
 
 
