@@ -24,15 +24,15 @@ def random(*sizes: int, dtype: torch.dtype = torch.float32) -> Tensor:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("rows", [1, 2, 7, MOST_NATIVE_ROWS, MOST_NATIVE_ROWS + 1])
-def test_linear_computes_with_the_rounded_weight(rows: int, dtype: torch.dtype) -> None:
-    weight, bias = random(9, 77, dtype=dtype), random(9, dtype=dtype)
+@pytest.mark.parametrize("rows, columns", [(1, 77), (2, 77), (7, 77), (MOST_NATIVE_ROWS, 77), (40, 77), (40, 78)])
+def test_linear_computes_with_the_rounded_weight(rows: int, columns: int, dtype: torch.dtype) -> None:
+    weight, bias = random(9, columns, dtype=dtype), random(9, dtype=dtype)
     weight[4] = 0
     int8 = Int8Weight(weight, weight.abs().amax(1))
     assert (int8.values.abs().amax(1)[torch.arange(9) != 4] == 127).all()
     rounded = int8.values.double() * int8.scales.double().unsqueeze(1)
     assert ((rounded - weight.double()).abs() <= int8.scales.double().unsqueeze(1) * 0.5001).all()
-    x = random(rows, 77, dtype=dtype)
+    x = random(rows, columns, dtype=dtype)
     exact = x.double() @ rounded.t() + bias.double()
     scale = x.double().abs().amax(1, keepdim=True) * rounded.abs().sum(1)  # x itself may be rounded to 16 bits
     error = (linear(x, int8, bias).double() - exact).abs()

@@ -1,4 +1,4 @@
-"""y = x Wᵀ + b: torch's own, and two forms for CPUs that read the same plain weights faster."""
+"""y = x Wᵀ + b: torch's own, and forms for CPUs that are faster with the same plain weights."""
 
 from __future__ import annotations
 
@@ -17,14 +17,19 @@ from tp.kernels.widening import widens
 from tp.native.library import ADDRESS, INTEGER, THREADS, native_function
 
 MOST_NATIVE_ROWS = 32
-"""Up to so many rows of x the C++ kernel is used, which reads each weight once; above, a matrix product."""
-NATIVE = {
+"""Up to so many rows of x the kernel is used that reads each weight once; above, a matrix product."""
+FEW_ROWS = {
     (torch.bfloat16, torch.bfloat16): "tp_linear_bfloat16",
     (torch.float32, torch.float32): "tp_linear_float32",
     (torch.bfloat16, torch.int8): "tp_linear_bfloat16_int8",
     (torch.float32, torch.int8): "tp_linear_float32_int8",
 }
 """The C++ kernel for dtypes of x and of the weight."""
+MANY_ROWS = {
+    (torch.bfloat16, torch.bfloat16): "tp_matrix_product_bfloat16",
+    (torch.bfloat16, torch.int8): "tp_matrix_product_bfloat16_int8",
+}
+"""The same above `MOST_NATIVE_ROWS`, on a CPU with instructions for bfloat16; of the others torch's is as good."""
 WIDENED_ROWS = 512
 """Rows of the weight that are widened to float32 at a time: they stay in the last-level cache."""
 
@@ -32,8 +37,8 @@ WIDENED_ROWS = 512
 def linear(x: Tensor, weight: Tensor | Int8Weight, bias: Tensor | None = None) -> Tensor:
     """y = x Wᵀ + b, accumulated in float32 (float64 for float64) and rounded once.
 
-    On a CPU without gradients, few rows take the C++ kernel ("native_linear"), and many rows of a dtype that the CPU
-    has no matrix product for take float32's ("widening").
+    On a CPU without gradients, C++ kernels serve few rows ("native_linear") and many rows of bfloat16
+    ("matrix_product"); many rows of a dtype that the CPU has no matrix product for take float32's ("widening").
 
     Args:
         x: [..., in]
@@ -45,27 +50,38 @@ def linear(x: Tensor, weight: Tensor | Int8Weight, bias: Tensor | None = None) -
     """
     if isinstance(weight, Int8Weight):
         return _int8_linear(x, weight, bias)
-    if _has_few_rows(x) and not torch.is_grad_enabled():
-        native = _native(x.dtype, weight.dtype)
-        if native is not None and _fits(x, weight, bias):
-            return _native_linear(native, x, weight, None, bias)
-    elif widens(x):
+    if torch.is_grad_enabled():
+        return functional.linear(x, weight, bias)
+    native = _native(x, weight.dtype)
+    if native is not None and _fits(x, weight, bias):
+        return _native_linear(native, x, weight, None, bias)
+    if not _has_few_rows(x) and widens(x):
         return _widened_linear(x, weight, None, bias)
     return functional.linear(x, weight, bias)
-
-
-def _has_few_rows(x: Tensor) -> bool:
-    return x.is_cpu and 0 < x.numel() <= MOST_NATIVE_ROWS * x.shape[-1]
 
 
 def _int8_linear(x: Tensor, weight: Int8Weight, bias: Tensor | None) -> Tensor:
     if torch.is_grad_enabled() and x.requires_grad:
         raise AutogradError("int8 weights have no gradients: run the model with gradients off, or load it again")
-    if _has_few_rows(x):
-        native = _native(x.dtype, torch.int8)
-        if native is not None and weight.scales.dtype == torch.float32 and _fits(x, weight.values, bias):
-            return _native_linear(native, x, weight.values, weight.scales, bias)
+    native = _native(x, torch.int8)
+    if native is not None and weight.scales.dtype == torch.float32 and _fits(x, weight.values, bias):
+        return _native_linear(native, x, weight.values, weight.scales, bias)
     return _widened_linear(x, weight.values, weight.scales, bias)
+
+
+def _has_few_rows(x: Tensor) -> bool:
+    return x.numel() <= MOST_NATIVE_ROWS * x.shape[-1]
+
+
+def _native(x: Tensor, weight_dtype: torch.dtype) -> Callable[..., Any] | None:
+    """The C++ kernel for x's rows, if there is one."""
+    if not x.is_cpu or x.numel() == 0:
+        return None
+    if _has_few_rows(x):
+        return _kernel("native_linear", FEW_ROWS.get((x.dtype, weight_dtype)))
+    if x.shape[-1] % 2:
+        return None  # columns are multiplied by two
+    return _kernel("matrix_product", MANY_ROWS.get((x.dtype, weight_dtype)))
 
 
 def _fits(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
@@ -110,8 +126,7 @@ def _widened_linear(x: Tensor, weight: Tensor, scales: Tensor | None, bias: Tens
 
 
 @functools.cache
-def _native(dtype: torch.dtype, weight_dtype: torch.dtype) -> Callable[..., Any] | None:
-    name = NATIVE.get((dtype, weight_dtype))
-    if name is None or not enabled("native_linear"):
+def _kernel(operation: str, function: str | None) -> Callable[..., Any] | None:
+    if function is None or not enabled(operation):
         return None
-    return native_function(name, ADDRESS, INTEGER, *(ADDRESS,) * 4, *(INTEGER,) * 3, THREADS)
+    return native_function(function, ADDRESS, INTEGER, *(ADDRESS,) * 4, *(INTEGER,) * 3, THREADS)

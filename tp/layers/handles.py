@@ -83,6 +83,10 @@ class LinearPartial:
         """The complete value on every rank: all-reduce, then the bias, once."""
         return self.multiplied().reduce()
 
+    def select(self, rows: Tensor) -> LinearPartial:
+        """The same sum for some rows only."""
+        return replace(self, x=self.x.index_select(0, rows))
+
 
 @dataclass(frozen=True)
 class Combined:

@@ -73,11 +73,11 @@ class DecoderLayer(nn.Module):
         with finished_gradients(self, stream.layout):
             z = stream.read(attention.of_input)
             a = self.self_attn(z, step, rotary, cache, stream.tap)
-            stream.write(a, Site(self.index, "attn_out"), attention.of_write, attention.of_state)
             if rows is not None:
                 if not len(rows):
                     return stream  # its keys and values are in the cache
-                stream = stream.take(rows)
+                stream, a = stream.take(rows), a.select(rows)
+            stream.write(a, Site(self.index, "attn_out"), attention.of_write, attention.of_state)
             z = stream.read(mlp.of_input)
             m = self.mlp(z)
             stream.write(m, Site(self.index, "mlp_out"), mlp.of_write, mlp.of_state)
@@ -140,6 +140,7 @@ class Decoder(nn.Module):
         embedding: Partial = self.embed_tokens(step.token_ids)
         stream.write(embedding, Site(None, "embed"))
         rotary = self.rotary(step, embedding.value.dtype)
+        del embedding  # the stream has it
         last = len(self.layers) - 1
         for index, layer in enumerate(self.layers):
             wanted = rows if index == last and tap is None else None

@@ -1,8 +1,9 @@
 // Prefill attention: the last T of a sequence's S tokens, over this rank's heads.
 //
-// softmax(q kᵀ · scale) v with float32 scores and statistics, a block of queries at a time, for each a block of keys
-// after the other (Dao et al. 2022, "FlashAttention", arXiv:2205.14135). Keys are packed once a call: registers then
-// hold one column of as many keys as they have lanes, so that no score needs a sum over lanes.
+// softmax(q kᵀ · scale) v with float32 scores and sums, a block of queries at a time, for each a block of keys after the
+// other (Dao et al. 2022, "FlashAttention", arXiv:2205.14135). Keys are packed once a call: registers then hold one
+// column of as many keys as they have lanes, so that no score needs a sum over lanes. With instructions for bfloat16,
+// both products take pairs: of columns in q kᵀ, of keys in the weighted sum, whose weights are rounded to bfloat16.
 
 #include <algorithm>
 #include <limits>
@@ -23,30 +24,39 @@ constexpr int kRows = 6;          // queries, and
 constexpr int kVectors = TP_VECTOR_BYTES == 64 ? 4 : 2;  // registers of keys, whose products fit the other registers
 constexpr float kInfinity = std::numeric_limits<float>::infinity();
 
-// Products of queries and keys: how many columns an element holds, how it is made, and what a register of them adds.
+// The terms of a product as its instructions take them: an element holds kTerms of them.
 template <typename T>
-struct Columns {
+struct Terms {
   using Element = float;
-  static int64_t count(int64_t head_dim) { return head_dim; }
-  static float take(const T* row, int64_t column, int64_t) { return to_float(row[column]); }
-  static void add(Floats& total, const float* keys, float query) { total += load(keys) * query; }
+  static constexpr int64_t kTerms = 1;
+  static Element join(const T* from, int64_t, int64_t) { return to_float(*from); }
+  static void add(Floats& total, const Element* many, Element one) { total += load(many) * one; }
+  static void store(const Floats& weights, Element* to) { std::memcpy(to, &weights, sizeof weights); }
 };
 
 #if defined(__AVX512BF16__)
 template <>
-struct Columns<BFloat16> {
-  using Element = uint32_t;  // a pair
-  static int64_t count(int64_t head_dim) { return (head_dim + 1) / 2; }
-  static uint32_t take(const BFloat16* row, int64_t column, int64_t head_dim) {
-    const uint32_t second = 2 * column + 1 < head_dim ? row[2 * column + 1].bits : 0;
-    return row[2 * column].bits | second << 16;
+struct Terms<BFloat16> {
+  using Element = uint32_t;
+  static constexpr int64_t kTerms = 2;
+  static Element join(const BFloat16* from, int64_t stride, int64_t left) {
+    return from[0].bits | (left > 1 ? static_cast<uint32_t>(from[stride].bits) << 16 : 0);
   }
-  static void add(Floats& total, const uint32_t* keys, uint32_t query) {
-    total = (Floats)_mm512_dpbf16_ps((__m512)total, (__m512bh)load_words(keys),
-                                     (__m512bh)_mm512_set1_epi32(static_cast<int>(query)));
+  static void add(Floats& total, const Element* many, Element one) {
+    total = (Floats)_mm512_dpbf16_ps((__m512)total, (__m512bh)load_words(many),
+                                     (__m512bh)_mm512_set1_epi32(static_cast<int>(one)));
+  }
+  static void store(const Floats& weights, Element* to) {
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), (__m256i)_mm512_cvtneps_pbh((__m512)weights));
   }
 };
 #endif
+
+// Elements that hold `count` terms.
+template <typename T>
+constexpr int64_t elements(int64_t count) {
+  return (count + Terms<T>::kTerms - 1) / Terms<T>::kTerms;
+}
 
 template <typename T>
 struct Prefill {
@@ -61,20 +71,21 @@ struct Prefill {
   // Of all blocks of keys, those that some query sees: a window may hide the first ones.
   int64_t first_block() const { return window ? std::max<int64_t>(0, keys - queries - window + 1) / kKeys : 0; }
   int64_t blocks() const { return (keys + kKeys - 1) / kKeys - first_block(); }
-  int64_t columns() const { return Columns<T>::count(head_dim); }
+  int64_t columns() const { return elements<T>(head_dim); }  // of a query or key, packed
   int64_t width() const { return (head_dim + kLanes - 1) / kLanes * kLanes; }  // of a value in whole registers
 };
 
 // The keys and values of all KV heads, zeros after the last key.
 template <typename T>
 struct Packed {
-  using Element = typename Columns<T>::Element;
-  std::unique_ptr<Element[]> keys;  // [kv_heads, blocks, columns, kKeys]
-  std::unique_ptr<float[]> values;  // [kv_heads, blocks, kKeys, width]
+  using Element = typename Terms<T>::Element;
+  static constexpr int64_t kValues = elements<T>(kKeys);
+  std::unique_ptr<Element[]> keys;    // [kv_heads, blocks, columns, kKeys]
+  std::unique_ptr<Element[]> values;  // [kv_heads, blocks, kValues, width]
 
   Packed(const Prefill<T>& p, int threads)
       : keys(new Element[p.kv_heads * p.blocks() * p.columns() * kKeys]),
-        values(new float[p.kv_heads * p.blocks() * kKeys * p.width()]) {
+        values(new Element[p.kv_heads * p.blocks() * kValues * p.width()]) {
     in_parallel(p.kv_heads * p.blocks(), threads, [&](int64_t first, int64_t last) {
       for (int64_t i = first; i < last; ++i) fill_block(p, i / p.blocks(), p.first_block() + i % p.blocks());
     });
@@ -83,32 +94,36 @@ struct Packed {
   Element* keys_of(const Prefill<T>& p, int64_t head, int64_t block) const {
     return keys.get() + (head * p.blocks() + block - p.first_block()) * p.columns() * kKeys;
   }
-  float* values_of(const Prefill<T>& p, int64_t head, int64_t block) const {
-    return values.get() + (head * p.blocks() + block - p.first_block()) * kKeys * p.width();
+  Element* values_of(const Prefill<T>& p, int64_t head, int64_t block) const {
+    return values.get() + (head * p.blocks() + block - p.first_block()) * kValues * p.width();
   }
 
  private:
   void fill_block(const Prefill<T>& p, int64_t head, int64_t block) {
+    constexpr int64_t kTerms = Terms<T>::kTerms;
     Element* columns = keys_of(p, head, block);
-    float* rows = values_of(p, head, block);
+    Element* rows = values_of(p, head, block);
     const int64_t count = std::min(kKeys, p.keys - block * kKeys);
-    std::fill_n(rows, kKeys * p.width(), 0.0f);
-    for (int64_t i = 0; i < count; ++i) {
-      const T* key = p.k + head * p.k_head + (block * kKeys + i) * p.k_token;
-      const T* value = p.v + head * p.v_head + (block * kKeys + i) * p.v_token;
-      for (int64_t c = 0; c < p.columns(); ++c) columns[c * kKeys + i] = Columns<T>::take(key, c, p.head_dim);
-      for (int64_t d = 0; d < p.head_dim; ++d) rows[i * p.width() + d] = to_float(value[d]);
-    }
-    for (int64_t c = 0; c < p.columns(); ++c) std::fill(columns + c * kKeys + count, columns + (c + 1) * kKeys, 0);
+    const T* key = p.k + head * p.k_head + block * kKeys * p.k_token;
+    const T* value = p.v + head * p.v_head + block * kKeys * p.v_token;
+    std::fill_n(columns, p.columns() * kKeys, Element{});
+    std::fill_n(rows, kValues * p.width(), Element{});
+    for (int64_t i = 0; i < count; ++i)
+      for (int64_t c = 0; c < p.columns(); ++c)
+        columns[c * kKeys + i] = Terms<T>::join(key + i * p.k_token + c * kTerms, 1, p.head_dim - c * kTerms);
+    for (int64_t i = 0; i < count; i += kTerms)
+      for (int64_t d = 0; d < p.head_dim; ++d)
+        rows[i / kTerms * p.width() + d] = Terms<T>::join(value + i * p.v_token + d, p.v_token, count - i);
   }
 };
 
 // A block of queries of one head on its way through the keys.
 template <typename T>
 struct Block {
-  std::vector<typename Columns<T>::Element> queries;  // [kQueries, columns], zeros after the last
-  std::vector<float> weighed;                         // [kQueries, width]: Σ p v so far
-  float scores[kQueries * kKeys];                     // then p
+  std::vector<typename Terms<T>::Element> queries;  // [kQueries, columns], zeros after the last
+  std::vector<float> weighed;                       // [kQueries, width]: Σ p v so far
+  float scores[kRows * kKeys];                      // of kRows queries
+  typename Terms<T>::Element weights[kRows * Packed<T>::kValues];  // p of the same
   float largest[kQueries], total[kQueries], factor[kQueries];
 
   void begin(const Prefill<T>& p, int64_t head, int64_t first, int64_t count) {
@@ -120,14 +135,14 @@ struct Block {
     for (int64_t i = 0; i < count; ++i) {
       const T* query = p.q + head * p.q_head + (first + i) * p.q_token;
       for (int64_t c = 0; c < p.columns(); ++c)
-        queries[i * p.columns() + c] = Columns<T>::take(query, c, p.head_dim);
+        queries[i * p.columns() + c] = Terms<T>::join(query + c * Terms<T>::kTerms, 1, p.head_dim - c * Terms<T>::kTerms);
     }
   }
 };
 
 // scores[r, j] = q_r · k_j of kRows queries and all keys of a block.
 template <typename T>
-void score(const typename Columns<T>::Element* queries, const typename Columns<T>::Element* keys, int64_t columns,
+void score(const typename Terms<T>::Element* queries, const typename Terms<T>::Element* keys, int64_t columns,
            float* scores) {
   for (int64_t j = 0; j < kKeys; j += kVectors * kLanes) {
     Floats totals[kRows][kVectors] = {};
@@ -136,7 +151,7 @@ void score(const typename Columns<T>::Element* queries, const typename Columns<T
       for (int r = 0; r < kRows; ++r)
 #pragma GCC unroll 4
         for (int i = 0; i < kVectors; ++i)
-          Columns<T>::add(totals[r][i], keys + c * kKeys + j + i * kLanes, queries[r * columns + c]);
+          Terms<T>::add(totals[r][i], keys + c * kKeys + j + i * kLanes, queries[r * columns + c]);
     for (int r = 0; r < kRows; ++r)
       for (int i = 0; i < kVectors; ++i) std::memcpy(scores + r * kKeys + j + i * kLanes, &totals[r][i], sizeof(Floats));
   }
@@ -145,8 +160,9 @@ void score(const typename Columns<T>::Element* queries, const typename Columns<T
 // Whole registers are named by constants only where loops are unrolled: else they would lie in memory.
 //
 // weighed[r, j] = factor[r] · weighed[r, j] + Σ_i p[r, i] v[i, j] of kRows queries and kCount registers of columns.
-template <int kCount>
-void weigh(const float* p, const float* factor, const float* values, int64_t count, int64_t width, float* weighed) {
+template <int kCount, typename T>
+void weigh(const typename Terms<T>::Element* p, const float* factor, const typename Terms<T>::Element* values,
+           int64_t count, int64_t width, float* weighed) {
   Floats totals[kRows][kCount];
 #pragma GCC unroll 6
   for (int r = 0; r < kRows; ++r)
@@ -156,40 +172,47 @@ void weigh(const float* p, const float* factor, const float* values, int64_t cou
 #pragma GCC unroll 6
     for (int r = 0; r < kRows; ++r)
 #pragma GCC unroll 4
-      for (int j = 0; j < kCount; ++j) totals[r][j] += load(values + i * width + j * kLanes) * p[r * kKeys + i];
+      for (int j = 0; j < kCount; ++j)
+        Terms<T>::add(totals[r][j], values + i * width + j * kLanes, p[r * Packed<T>::kValues + i]);
 #pragma GCC unroll 6
   for (int r = 0; r < kRows; ++r)
 #pragma GCC unroll 4
     for (int j = 0; j < kCount; ++j) std::memcpy(weighed + r * width + j * kLanes, &totals[r][j], sizeof(Floats));
 }
 
-// Scores of the keys [low, high) of the block become weights, those of others 0.
-inline void soften(float* scores, int64_t low, int64_t high, float scale, float& largest, float& total, float& factor) {
+inline void hide(float* scores, int64_t low, int64_t high, float value) {
+  if (low > 0) std::fill_n(scores, low, value);
+  if (high < kKeys) std::fill(scores + high, scores + kKeys, value);
+}
+
+// Weights of the keys [low, high) of the block from their scores; those of others are 0.
+template <typename T>
+void soften(float* scores, int64_t low, int64_t high, float scale, float& largest, float& total, float& factor,
+            typename Terms<T>::Element* weights) {
   factor = 1.0f;
   if (low >= high) {
-    std::fill_n(scores, kKeys, 0.0f);
+    std::fill_n(weights, Packed<T>::kValues, typename Terms<T>::Element{});
     return;
   }
-  std::fill_n(scores, low, -kInfinity);
-  std::fill(scores + high, scores + kKeys, -kInfinity);
+  hide(scores, low, high, -kInfinity);
   Floats most = load(scores);
   for (int64_t j = kLanes; j < kKeys; j += kLanes) {
     const Floats other = load(scores + j);
     most = most > other ? most : other;
   }
-  float of_block = -kInfinity;
-  for (int64_t lane = 0; lane < kLanes; ++lane) of_block = std::max(of_block, most[lane]);
   const float before = largest;
-  largest = std::max(before, of_block * scale);
-  factor = exponential(Floats{} + (before - largest))[0];
+  largest = std::max(before, maximum(most) * scale);
+  if (largest > before) factor = exponential(Floats{} + (before - largest))[0];
   for (int64_t j = 0; j < kKeys; j += kLanes) {
-    const Floats weights = exponential(load(scores + j) * scale - largest);
-    std::memcpy(scores + j, &weights, sizeof weights);
+    const Floats powers = exponential(load(scores + j) * scale - largest);
+    std::memcpy(scores + j, &powers, sizeof powers);
   }
-  std::fill_n(scores, low, 0.0f);
-  std::fill(scores + high, scores + kKeys, 0.0f);
+  hide(scores, low, high, 0.0f);
   Floats sums = {};
-  for (int64_t j = 0; j < kKeys; j += kLanes) sums += load(scores + j);
+  for (int64_t j = 0; j < kKeys; j += kLanes) {
+    sums += load(scores + j);
+    Terms<T>::store(load(scores + j), weights + j / Terms<T>::kTerms);
+  }
   total = total * factor + sum(sums);
 }
 
@@ -203,20 +226,21 @@ void attend(const Prefill<T>& p, const Packed<T>& packed, int64_t kv_head, int64
   for (int64_t b = oldest / kKeys; b * kKeys < position + count; ++b) {
     const int64_t start = b * kKeys, held = std::min(kKeys, p.keys - start);
     const auto* keys = packed.keys_of(p, kv_head, b);
-    const float* values = packed.values_of(p, kv_head, b);
+    const auto* values = packed.values_of(p, kv_head, b);
     for (int64_t r = 0; r < count; r += kRows) {
-      float* scores = block.scores + r * kKeys;
-      score<T>(block.queries.data() + r * p.columns(), keys, p.columns(), scores);
+      score<T>(block.queries.data() + r * p.columns(), keys, p.columns(), block.scores);
       for (int64_t i = r; i < std::min(r + kRows, count); ++i) {
         const int64_t low = p.window ? position + i - p.window + 1 - start : 0, high = position + i + 1 - start;
-        soften(block.scores + i * kKeys, std::clamp<int64_t>(low, 0, kKeys), std::clamp<int64_t>(high, 0, kKeys),
-               p.scale, block.largest[i], block.total[i], block.factor[i]);
+        soften<T>(block.scores + (i - r) * kKeys, std::clamp<int64_t>(low, 0, kKeys),
+                  std::clamp<int64_t>(high, 0, kKeys), p.scale, block.largest[i], block.total[i], block.factor[i],
+                  block.weights + (i - r) * Packed<T>::kValues);
       }
       int64_t j = 0;
       float* weighed = block.weighed.data() + r * width;
       for (; j + kVectors * kLanes <= width; j += kVectors * kLanes)
-        weigh<kVectors>(scores, block.factor + r, values + j, held, width, weighed + j);
-      for (; j < width; j += kLanes) weigh<1>(scores, block.factor + r, values + j, held, width, weighed + j);
+        weigh<kVectors, T>(block.weights, block.factor + r, values + j, elements<T>(held), width, weighed + j);
+      for (; j < width; j += kLanes)
+        weigh<1, T>(block.weights, block.factor + r, values + j, elements<T>(held), width, weighed + j);
     }
   }
   for (int64_t i = 0; i < count; ++i)

@@ -133,4 +133,15 @@ inline void sums(const Floats* x, float* to) {
 }
 #endif
 
+// Of lanes that are no NaN.
+inline float maximum(Floats x) {
+#if defined(__AVX512F__)
+  return _mm512_reduce_max_ps((__m512)x);
+#else
+  float most = x[0];
+  for (int64_t lane = 1; lane < kLanes; ++lane) most = most > x[lane] ? most : x[lane];
+  return most;
+#endif
+}
+
 }  // namespace tp
