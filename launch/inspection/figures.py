@@ -35,7 +35,8 @@ def _norms(findings: Findings) -> Figure:
         for series in chart.series:
             _line(axes, series)
         _label(axes, chart)
-    figure.legend(handles=axes.lines[: len(chart.series)], loc="outside lower center", ncols=4, fontsize=8)
+    lines = {line.get_label(): line for axes in figure.axes for line in axes.lines if line.get_label()[0] != "_"}
+    figure.legend(handles=list(lines.values()), loc="outside lower center", ncols=len(lines), fontsize=8)
     return figure
 
 
@@ -66,6 +67,7 @@ def _heat(figure: Figure, axes: Axes, heads: HeatMap) -> None:
     image = axes.imshow(values, cmap="PRGn", vmin=-heads.largest, vmax=heads.largest, aspect="auto")
     figure.colorbar(image, ax=axes, location="bottom", shrink=0.4, aspect=40, label="logit")
     axes.set_title(heads.title, fontsize=9)
+    axes.set_xlabel("layer")
     axes.set_ylabel("head")
     axes.set_yticks(range(len(heads.y_labels)), heads.y_labels, fontsize=7)
     _ticks(axes, heads.x_labels)

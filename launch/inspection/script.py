@@ -45,6 +45,8 @@ document.addEventListener("pointerdown", follow);
 document.addEventListener("scroll", () => { if (!at) tip.hidden = true; }, true);
 document.documentElement.addEventListener("pointerleave", leave);
 
+for (const box of document.querySelectorAll(".scroll")) box.scrollLeft = box.scrollWidth;  // its end matters
+
 const steps = {ArrowLeft: [0, -1], ArrowRight: [0, 1], ArrowUp: [-1, 0], ArrowDown: [1, 0]};
 for (const table of document.querySelectorAll(".lens")) {
   table.addEventListener("keydown", event => {

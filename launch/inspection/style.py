@@ -28,6 +28,7 @@ figcaption { font-weight: 600; margin: 0.75rem 0 0.25rem; font-size: 0.92rem; po
   font-size: 0.88em; white-space: pre; unicode-bidi: isolate }
 .panels { display: flex; flex-wrap: wrap; gap: 0.5rem 1.5rem; align-items: flex-end }
 .panels figure, .scroll { max-width: 100%; overflow-x: auto }
+.scroll figure { width: max-content }
 .legend { display: flex; flex-wrap: wrap; gap: 0 1rem; font-weight: 400; font-size: 0.85rem; color: var(--faint) }
 .key i { --line: var(--own, var(--faint)); display: inline-block; width: 18px; height: 4px; margin: 0 6px 3px 0;
   border-radius: 2px; background: var(--line) }
