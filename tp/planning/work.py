@@ -139,16 +139,16 @@ def _step(
 ) -> StepWork:
     """A forward that chooses `num_sampled` tokens. If it chooses any, the head sees the last token of every piece.
 
-    The last layer's MLP sees no others.
+    The last layer's output projection and MLP see no others.
     """
     tokens, layers = sum(piece.length for piece in pieces), model.parameters.num_layers
     num_logits = len(pieces) if num_sampled else 0
     own = ceil_div(tokens, model.tp_size) if sharded else tokens
-    attention, mlp = model.parameters.layer_matrices[:2], model.parameters.layer_matrices[2:]
-    products = [Product(tokens, matrix, layers) for matrix in attention]
-    products += [Product(tokens, matrix, layers if num_logits == tokens else layers - 1) for matrix in mlp]
+    qkv, *others = model.parameters.layer_matrices
+    products = [Product(tokens, qkv, layers)]
+    products += [Product(tokens, matrix, layers if num_logits == tokens else layers - 1) for matrix in others]
     if num_logits not in (0, tokens):
-        products += [Product(num_logits, matrix, 1) for matrix in mlp]
+        products += [Product(num_logits, matrix, 1) for matrix in others]
     if num_logits:
         products.append(Product(num_logits, model.parameters.head, 1))
     return StepWork(
