@@ -118,7 +118,7 @@ def test_other_activations(activation):
 def _sharded(group, config, weights, ids):
     model = parallel_model(config, weights, group)
     with torch.no_grad():
-        sharded = model(ids, return_sharded_logits=True)
+        sharded = model.sharded_logits(ids)
         return sharded.local.shape, sharded.num_valid, torch.equal(sharded.whole(), model(ids)), sharded.whole()
 
 

@@ -61,24 +61,20 @@ class CausalLM(nn.Module):
         """Of the parameters and the residual stream."""
         return self.lm_head.weight.dtype
 
-    def forward(
-        self, input_ids: Tensor, attention_mask: Tensor | None = None, return_sharded_logits: bool = False
-    ) -> Tensor | ShardedLogits:
+    def forward(self, input_ids: Tensor, attention_mask: Tensor | None = None) -> Tensor:
         """Logits of a padded batch, every sequence from its beginning.
 
         Args:
             input_ids: [B, S] int64, equal on all ranks.
             attention_mask: [B, S], non-zero where real; padding on the left or right of a row.
-            return_sharded_logits: leave the vocabulary split over the ranks, as `sharded_logits` does.
 
         Returns:
-            [B, S, V] in the model's dtype on every rank, or `ShardedLogits` of it; 0 at padded positions.
+            [B, S, V] in the model's dtype on every rank; 0 at padded positions.
 
         Raises:
             RequestError: wrong shapes, ids outside the vocabulary, or padding in the middle of a row.
         """
-        sharded = self.sharded_logits(input_ids, attention_mask)
-        return sharded if return_sharded_logits else sharded.whole()
+        return self.sharded_logits(input_ids, attention_mask).whole()
 
     def sharded_logits(self, input_ids: Tensor, attention_mask: Tensor | None = None) -> ShardedLogits:
         """As `forward`, but the vocabulary stays split over the ranks."""
