@@ -19,7 +19,7 @@ from launch.training_progress import Speed, TrainingDisplay
 from launch.training_recipe import RECIPE, Recipe
 from launch.training_setup import TrainingData, compute_dtype, find_start, load_data, make_learner
 from tp.errors import RequestError
-from tp.parallel.agreement import check_alike, told_of
+from tp.parallel.agreement import check_alike, statement_of
 from tp.parallel.group import TensorParallelGroup
 from tp.training.groups import TrainingGroups
 from tp.training.metrics import MetricsLog, bits_per_byte, plot_metrics, read_metrics
@@ -36,7 +36,7 @@ def run(arguments: argparse.Namespace, world: TensorParallelGroup, terminal: Ter
         saved = world.communicator.all_gather_object(saved_run(arguments) if world.rank == 0 else None)[0]
         recipe = Recipe.of(arguments, None if saved is None else saved[RECIPE])
         dtype = compute_dtype(arguments, saved, world.device)
-        check_alike(world.communicator, {**told_of("recipe", recipe), **_told(arguments, dtype)})
+        check_alike(world.communicator, {**statement_of("recipe", recipe), **_statement(arguments, dtype)})
         groups = TrainingGroups.of(world, arguments.dp)
         start = find_start(arguments, recipe, world)
         data = load_data(arguments, recipe, start, groups, terminal)
@@ -135,7 +135,7 @@ class _Report:
             plot_metrics(records, self._output / PLOT)
 
 
-def _told(arguments: argparse.Namespace, dtype: torch.dtype) -> dict[str, str]:
+def _statement(arguments: argparse.Namespace, dtype: torch.dtype) -> dict[str, str]:
     """What ranks of one run must share beside the recipe, from start to end or in every collective."""
     return {"--dtype": str(dtype)} | {
         f"--{name.replace('_', '-')}": str(getattr(arguments, name))

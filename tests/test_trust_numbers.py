@@ -230,7 +230,7 @@ def test_nothing_is_looked_for_while_all_is_finite(monkeypatch: pytest.MonkeyPat
         raise AssertionError("looked for a culprit of nothing")
 
     monkeypatch.setattr(engine_module, "not_finite", refuse)
-    monkeypatch.setattr(not_finite_module, "culprit", refuse)
+    monkeypatch.setattr(not_finite_module, "locate_non_finite", refuse)
     model = _model(TensorParallelGroup.alone())
     assert len(model.generate([PROMPT], GenerationOptions(9)).sequences[0].new_ids) == 9
 

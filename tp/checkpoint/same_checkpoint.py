@@ -9,7 +9,7 @@ import torch
 
 from tp.checkpoint.tensor_source import TensorSource
 from tp.checkpoint.together import work_together
-from tp.parallel.agreement import check_alike, told_of
+from tp.parallel.agreement import check_alike, statement_of
 from tp.parallel.group import TensorParallelGroup
 
 if TYPE_CHECKING:
@@ -27,11 +27,11 @@ def check_same_checkpoint(checkpoint: Checkpoint) -> None:
     """
     if checkpoint.group.size == 1:
         return
-    told = told_of("config", checkpoint.config)
-    told["checkpoint dtype"] = str(checkpoint.default_dtype)
-    told["end-of-sequence ids"] = str(checkpoint.generation_eos_token_ids)
-    told.update((f"tensor {name}", f"{t.dtype} {list(t.shape)}") for name, t in checkpoint.source.tensors.items())
-    check_alike(checkpoint.group.communicator, told)
+    statement = statement_of("config", checkpoint.config)
+    statement["checkpoint dtype"] = str(checkpoint.default_dtype)
+    statement["end-of-sequence ids"] = str(checkpoint.generation_eos_token_ids)
+    statement.update((f"tensor {name}", f"{t.dtype} {list(t.shape)}") for name, t in checkpoint.source.tensors.items())
+    check_alike(checkpoint.group.communicator, statement)
 
 
 def check_same_values(source: TensorSource, group: TensorParallelGroup) -> int:
@@ -47,8 +47,8 @@ def check_same_values(source: TensorSource, group: TensorParallelGroup) -> int:
     if group.size == 1:
         return 0
     samples = work_together(group, lambda: {name: _sample(source, name) for name in source.tensors})
-    told = {f"the values of {name}": digest for name, (digest, _) in samples.items()}
-    check_alike(group.communicator, told)
+    statement = {f"the values of {name}": digest for name, (digest, _) in samples.items()}
+    check_alike(group.communicator, statement)
     return sum(bytes_read for _, bytes_read in samples.values())
 
 

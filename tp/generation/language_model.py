@@ -7,11 +7,11 @@ from collections.abc import Sequence
 
 from tp.generation.engine import GenerationSession, OnToken
 from tp.generation.options import GenerationOptions
-from tp.generation.request import Prompt, Request, generation_request, share_request, told_of_prompts
+from tp.generation.request import Prompt, Request, generation_request, share_request, statement_of_prompts
 from tp.generation.results import GenerationResult
 from tp.generation.stream import TokenStream
 from tp.generation.text_model import TextModel
-from tp.parallel.agreement import told_of
+from tp.parallel.agreement import statement_of
 
 
 class LanguageModel(TextModel):
@@ -65,5 +65,5 @@ class LanguageModel(TextModel):
             return generation_request(self, prompts, options or GenerationOptions())
 
         own = options or (GenerationOptions() if self.group.rank == 0 else None)
-        asked = {"call": "generate"} | told_of_prompts(prompts) | (told_of("option", own) if own else {})
+        asked = {"call": "generate"} | statement_of_prompts(prompts) | (statement_of("option", own) if own else {})
         return GenerationSession(self, share_request(self, make, asked), began, on_token)

@@ -10,7 +10,7 @@ from tp.generation.scheduler import SequenceState
 from tp.layers.kv_cache import KVCache
 from tp.layers.step import SequenceSlice, Step
 from tp.models.causal_lm import CausalLM
-from tp.models.first_non_finite import FirstNonFinite, first_of_all, told
+from tp.models.first_non_finite import FirstNonFinite, first_of_all, in_words
 from tp.models.taps import attached
 
 ROWS = 64
@@ -24,13 +24,13 @@ def not_finite(model: CausalLM, cache: KVCache, state: SequenceState, prefill_ch
     Every rank calls it, with the sequence's slot of the cache as it was.
     """
     ids = torch.tensor([*state.prompt_ids, *state.new_ids], device=model.group.device)
-    where = culprit(model, cache, ids, state.slot, prefill_chunk, decodes=bool(state.new_ids))
+    where = locate_non_finite(model, cache, ids, state.slot, prefill_chunk, decodes=bool(state.new_ids))
     return NumericalError(
         f"the logits of sequence {state.index} at new token {len(state.new_ids)} are not finite, {where}: {ADVICE}"
     )
 
 
-def culprit(
+def locate_non_finite(
     model: CausalLM, cache: KVCache, ids: Tensor, slot: int, prefill_chunk: int, *, decodes: bool = False
 ) -> str:
     """Where the logits at the last of `ids`, or in their last chunk, stop being finite, in words; equal on all ranks,
@@ -53,4 +53,4 @@ def culprit(
             normed = model.model.final_norm(model.residual_stream(step, cache))
         for rows in torch.arange(len(step.token_ids), device=ids.device).split(ROWS):
             first.look_at_logits(model.lm_head(normed.select(rows)))
-    return told(first_of_all(first.found, [model.group]))
+    return in_words(first_of_all(first.found, [model.group]))

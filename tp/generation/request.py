@@ -13,8 +13,8 @@ from tp.errors import RankFailedError, RequestError, TensorParallelError
 from tp.generation.cache_plan import plan_cache, tokens_that_fit
 from tp.generation.options import GenerationOptions
 from tp.generation.text_model import TextModel
-from tp.models.description import told_of_model
-from tp.parallel.agreement import Told, compare, in_short
+from tp.models.description import statement_of_model
+from tp.parallel.agreement import Statement, compare, in_short
 
 SHOWN_OF_A_PROMPT = 24
 """Characters of a prompt in a message about ranks whose prompts differ."""
@@ -43,7 +43,7 @@ class Request:
     capacity: int
 
 
-def share_request(model: TextModel, make: Callable[[], Request], asked: Told) -> Request:
+def share_request(model: TextModel, make: Callable[[], Request], asked: Statement) -> Request:
     """Rank 0's request on every rank, with a cache that fits on every rank.
 
     Args:
@@ -62,8 +62,8 @@ def share_request(model: TextModel, make: Callable[[], Request], asked: Told) ->
         except Exception as error:  # whatever it is, the other ranks wait below for what became of the request
             own = error
     free_bytes = free_memory(model.group)
-    told = {**told_of_model(model), **asked}
-    shared = model.group.communicator.all_gather_object((told, _sendable(own), tokens_that_fit(model, free_bytes)))
+    statement = {**statement_of_model(model), **asked}
+    shared = model.group.communicator.all_gather_object((statement, _sendable(own), tokens_that_fit(model, free_bytes)))
     compare(model.group.communicator.global_ranks, [of_rank for of_rank, _, _ in shared])
     request: Request | Exception = own or shared[0][1]
     if isinstance(request, Exception):
@@ -117,17 +117,17 @@ def _encode_text(model: TextModel, index: int, text: str) -> Sequence[int]:
     return ids
 
 
-def told_of_prompts(prompts: Sequence[Prompt] | None) -> dict[str, str]:
+def statement_of_prompts(prompts: Sequence[Prompt] | None) -> dict[str, str]:
     """What a rank was given, for `share_request`; nothing where rank 0 alone counts, or where it makes no sense."""
     if not isinstance(prompts, Sequence) or isinstance(prompts, str):
         return {}
-    told = {"the number of prompts": str(len(prompts))}
+    statement = {"the number of prompts": str(len(prompts))}
     for index, prompt in enumerate(prompts):
         if isinstance(prompt, str):
-            told[f"prompt {index}"] = in_short(repr(prompt), SHOWN_OF_A_PROMPT)
+            statement[f"prompt {index}"] = in_short(repr(prompt), SHOWN_OF_A_PROMPT)
         elif isinstance(prompt, Sequence):
-            told[f"prompt {index}"] = in_short(str(list(prompt)), SHOWN_OF_A_PROMPT)
-    return told
+            statement[f"prompt {index}"] = in_short(str(list(prompt)), SHOWN_OF_A_PROMPT)
+    return statement
 
 
 def generation_request(model: TextModel, prompts: Sequence[Prompt] | None, options: GenerationOptions) -> Request:

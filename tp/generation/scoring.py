@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from tp.errors import NumericalError, RequestError
-from tp.generation.not_finite import ADVICE, culprit
+from tp.generation.not_finite import ADVICE, locate_non_finite
 from tp.generation.options import GenerationOptions
 from tp.generation.processors import LOWEST, nan_unless_finite
-from tp.generation.request import Prompt, Request, encode_prompts, share_request, told_of_prompts
+from tp.generation.request import Prompt, Request, encode_prompts, share_request, statement_of_prompts
 from tp.generation.text_model import TextModel
 from tp.layers.embedding import ShardedLogits
 from tp.layers.kv_cache import KVCache
@@ -59,7 +59,7 @@ def score(model: TextModel, text: Prompt | None) -> Score:
         NumericalError: the logits are not finite; on every rank, naming where they first arise.
         CommunicationError: ranks whose models or texts differ; on every rank.
     """
-    asked = {"call": "score"} | told_of_prompts(None if text is None else [text])
+    asked = {"call": "score"} | statement_of_prompts(None if text is None else [text])
     request = share_request(model, lambda: _scoring_request(model, text), asked)
     ids = torch.tensor(request.prompts[0], device=model.group.device)
     cache = KVCache(model.config, model.group, 1, request.capacity, dtype=model.dtype, device=model.group.device)
@@ -75,7 +75,7 @@ def score(model: TextModel, text: Prompt | None) -> Score:
             logprobs += token_logprobs(logits, targets[rows]).tolist()
         bad = next((index for index in range(start, len(logprobs)) if not math.isfinite(logprobs[index])), None)
         if bad is not None:
-            where = culprit(model, cache, ids[: start + len(inputs)], 0, chunk)
+            where = locate_non_finite(model, cache, ids[: start + len(inputs)], 0, chunk)
             raise NumericalError(f"the logits after token {bad} are not finite, {where}: {ADVICE}")
     return Score(request.prompts[0], tuple(logprobs))
 

@@ -19,7 +19,7 @@ from tp.layers.step import Step
 from tp.layers.tap import Site, Tap
 from tp.models.causal_lm import CausalLM
 from tp.models.taps import attached
-from tp.parallel.agreement import Told
+from tp.parallel.agreement import Statement
 from tp.parallel.group import TensorParallelGroup
 from tp.parallel.partition import query_head_ranges
 
@@ -79,7 +79,7 @@ class _Plan:
     sharded: bool
     device: torch.device | str | None
 
-    def told(self) -> Told:
+    def statement(self) -> Statement:
         """What must be equal on all ranks, in words."""
         return {
             "call": "capture",
@@ -117,7 +117,7 @@ class _Capture(Tap):
 
     def on_step(self, step: Step) -> Tap:
         if not self._cache.forwards:
-            check_same_tap(self._plan.group, self._plan.told())
+            check_same_tap(self._plan.group, self._plan.statement())
         rows = rows_at(step, self._plan.positions)
         record = ForwardRecord(_tokens_of(step, rows, forward=len(self._cache.forwards)), torch.arange(len(rows)))
         self._cache.forwards.append(record)

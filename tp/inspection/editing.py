@@ -24,7 +24,7 @@ from tp.layers.step import Step
 from tp.layers.tap import Site, Tap
 from tp.models.causal_lm import CausalLM
 from tp.models.taps import attached
-from tp.parallel.agreement import Told
+from tp.parallel.agreement import Statement
 from tp.parallel.group import TensorParallelGroup
 from tp.parallel.mappings import copy_to_tensor_parallel_region
 
@@ -132,7 +132,7 @@ class _Edits(Tap):
 
     def on_step(self, step: Step) -> Tap:
         if not self._compared:
-            check_same_tap(self._group, _told(self._edits))
+            check_same_tap(self._group, _statement(self._edits))
             self._compared = True
         by_site: dict[Site, list[_StepEdit]] = {}
         for each in self._edits:
@@ -234,15 +234,15 @@ def _replaced(current: Tensor, operand: Tensor) -> Tensor:
     return operand.to(current.dtype).expand_as(current)
 
 
-def _told(edits: Sequence[Edit]) -> Told:
+def _statement(edits: Sequence[Edit]) -> Statement:
     """What must be equal on all ranks, in words; values as digests."""
-    told = {"call": "edit", "number of edits": str(len(edits))}
+    statement = {"call": "edit", "number of edits": str(len(edits))}
     for index, each in enumerate(edits):
-        told.update(_told_of(f"edit {index}", each))
-    return told
+        statement.update(_statement_of(f"edit {index}", each))
+    return statement
 
 
-def _told_of(name: str, each: Edit) -> dict[str, str]:
+def _statement_of(name: str, each: Edit) -> dict[str, str]:
     operand = each.operand.detach().cpu().contiguous()
     digest = zlib.crc32(operand.reshape(-1).view(torch.uint8).numpy().tobytes())
     return {

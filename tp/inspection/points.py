@@ -7,6 +7,7 @@ Names as in TransformerLens. `resid_pre` of a later layer is `resid_post` of the
 
 from __future__ import annotations
 
+import contextlib
 import operator
 from collections.abc import Collection, Iterable, Sequence
 from typing import Any
@@ -103,12 +104,10 @@ def integer(what: str, number: Any) -> int:
     Raises:
         RequestError: something else, a truth value for example.
     """
-    try:
-        if isinstance(number, bool) or getattr(number, "dtype", None) is torch.bool:
-            raise TypeError
-        return operator.index(number)
-    except TypeError as error:
-        raise RequestError(f"{what} is {number!r}: it must be a whole number") from error
+    if not isinstance(number, bool) and getattr(number, "dtype", None) is not torch.bool:
+        with contextlib.suppress(TypeError):
+            return operator.index(number)
+    raise RequestError(f"{what} is {number!r}: it must be a whole number")
 
 
 def _check_point(point: str) -> None:

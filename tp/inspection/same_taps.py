@@ -6,11 +6,11 @@ import zlib
 
 import torch
 
-from tp.parallel.agreement import Told, check_alike
+from tp.parallel.agreement import Statement, check_alike
 from tp.parallel.group import TensorParallelGroup
 
 
-def check_same_tap(group: TensorParallelGroup, told: Told) -> None:
+def check_same_tap(group: TensorParallelGroup, statement: Statement) -> None:
     """Compares what the ranks ask for, by digest: one all-gather of a number. Every rank calls it.
 
     Words are exchanged only where the digests differ. A rank without such a tap is in another collective of tensors
@@ -19,7 +19,7 @@ def check_same_tap(group: TensorParallelGroup, told: Told) -> None:
     Raises:
         CommunicationError: on every rank, naming what differs.
     """
-    digest = zlib.crc32(repr(sorted(told.items())).encode())
+    digest = zlib.crc32(repr(sorted(statement.items())).encode())
     own = torch.tensor([[digest]], device=group.device)
     if len(set(group.communicator.all_gather(own, [1] * group.size).flatten().tolist())) > 1:
-        check_alike(group.communicator, told)
+        check_alike(group.communicator, statement)

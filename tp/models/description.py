@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from tp.choice import disabled
 from tp.models.causal_lm import CausalLM
-from tp.parallel.agreement import told_of
+from tp.parallel.agreement import statement_of
 
 
-def told_of_model(model: CausalLM) -> dict[str, str]:
+def statement_of_model(model: CausalLM) -> dict[str, str]:
     """For `tp.parallel.agreement`: sizes, dtype, kind of weights, layout, taps, and the kernels switched off.
 
     Ranks that differ in any of them compute different things, or enter different collectives.
     """
     decoder = model.model
     return {
-        **told_of("config", model.config),
+        **statement_of("config", model.config),
         "dtype": str(model.dtype),
         "weights": type(model.lm_head.weight).__name__,
         "layout rule": getattr(decoder.choose_layout, "__qualname__", type(decoder.choose_layout).__name__),

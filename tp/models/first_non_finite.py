@@ -88,7 +88,7 @@ def first_of_all(found: Place | None, groups: Sequence[TensorParallelGroup]) -> 
     return found
 
 
-def told(place: Place | None) -> str:
+def in_words(place: Place | None) -> str:
     """The end of a sentence that says what is not finite."""
     if place is None:
         return "in a second pass every sublayer was finite"

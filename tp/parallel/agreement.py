@@ -15,21 +15,21 @@ if TYPE_CHECKING:
 LONGEST_VALUE = 60
 """Characters of a value that a message shows whole."""
 
-Told = Mapping[str, str | None]
+Statement = Mapping[str, str | None]
 """What a rank believes, by name. None, or no entry: it goes along with the others."""
 
 
-def check_alike(communicator: Communicator, told: Told) -> None:
+def check_alike(communicator: Communicator, statement: Statement) -> None:
     """Compares what every rank of a group believes. Every rank calls it.
 
     Raises:
         CommunicationError: as `compare`.
     """
-    compare(communicator.global_ranks, communicator.all_gather_object(told))
+    compare(communicator.global_ranks, communicator.all_gather_object(statement))
 
 
-def compare(ranks: Sequence[int], told_by_rank: Sequence[Told]) -> None:
-    """The same on every rank, from what all of them told.
+def compare(ranks: Sequence[int], statements: Sequence[Statement]) -> None:
+    """The same on every rank, from the statements of all of them.
 
     Args:
         ranks: their numbers in the run, by which users know them.
@@ -37,8 +37,8 @@ def compare(ranks: Sequence[int], told_by_rank: Sequence[Told]) -> None:
     Raises:
         CommunicationError: names the first entry that differs, its values, and which ranks have which.
     """
-    for name in dict.fromkeys(name for told in told_by_rank for name in told):
-        ranks_by_value = _grouped(ranks, [told.get(name) for told in told_by_rank])
+    for name in dict.fromkeys(name for statement in statements for name in statement):
+        ranks_by_value = _grouped(ranks, [statement.get(name) for statement in statements])
         if len(ranks_by_value) > 1:
             values = _phrased({in_short(value, LONGEST_VALUE): ranks for value, ranks in ranks_by_value.items()})
             raise CommunicationError(f"the ranks differ in {name}, {values}: start and call all of them alike")
@@ -62,16 +62,16 @@ def different_collectives(ranks: Sequence[int], announced: Sequence[str]) -> Com
     )
 
 
-def told_of(prefix: str, fields: Any) -> dict[str, str]:
+def statement_of(prefix: str, fields: Any) -> dict[str, str]:
     """The fields of a dataclass, those of dataclasses in it by themselves."""
-    told: dict[str, str] = {}
+    statement: dict[str, str] = {}
     for field in dataclasses.fields(fields):
         value, name = getattr(fields, field.name), f"{prefix} {field.name}"
         if dataclasses.is_dataclass(value) and not isinstance(value, type):
-            told.update(told_of(name, value))
+            statement.update(statement_of(name, value))
         else:
-            told[name] = str(value)
-    return told
+            statement[name] = str(value)
+    return statement
 
 
 def in_short(text: str, shown: int) -> str:

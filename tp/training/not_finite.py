@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from tp.models import CausalLM
-from tp.models.first_non_finite import FirstNonFinite, FirstNonFiniteGradient, Place, first_of_all, told
+from tp.models.first_non_finite import FirstNonFinite, FirstNonFiniteGradient, Place, first_of_all, in_words
 from tp.models.taps import attached
 from tp.parallel.group import TensorParallelGroup
 from tp.training.data.packing import TrainingBatch
@@ -18,7 +18,7 @@ ROWS = 1024
 ADVICE = "lower the learning rate, or resume from the last checkpoint with other data"
 
 
-def culprit(
+def locate_non_finite(
     model: CausalLM,
     micro_batches: Sequence[tuple[TrainingBatch, int | None]],
     data_parallel: TensorParallelGroup,
@@ -36,7 +36,7 @@ def culprit(
     if place is None and torch.is_grad_enabled():
         place = first_of_all(_in_backwards(model, micro_batches, count, data_parallel.size), groups)
     model.zero_grad(set_to_none=True)
-    return told(place)
+    return in_words(place)
 
 
 @torch.no_grad()

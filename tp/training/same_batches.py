@@ -22,11 +22,11 @@ def check_same_batches(micro_batches: Sequence[TrainingBatch], group: TensorPara
         return
     own = torch.tensor([[len(micro_batches), _digest(micro_batches)]], device=group.device)
     gathered = group.communicator.all_gather(own, [1] * group.size).tolist()
-    told = [
+    statements = [
         {"the number of micro-batches": str(count), "the tokens of the micro-batches": f"digest {digest:08x}"}
         for count, digest in gathered
     ]
-    compare(group.communicator.global_ranks, told)
+    compare(group.communicator.global_ranks, statements)
 
 
 def _digest(micro_batches: Sequence[TrainingBatch]) -> int:

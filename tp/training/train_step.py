@@ -18,7 +18,7 @@ from tp.training.clip_grad import clip_grad_norm_
 from tp.training.cross_entropy import IGNORE_INDEX, valid_label_count
 from tp.training.data.packing import TrainingBatch
 from tp.training.loss_module import LossModule
-from tp.training.not_finite import ADVICE, culprit
+from tp.training.not_finite import ADVICE, locate_non_finite
 
 
 @dataclass(frozen=True)
@@ -92,7 +92,9 @@ class Learner:
         norm = clip_grad_norm_(self.model, self.max_grad_norm, self.model.group)
         report = StepReport(total.item(), norm.item(), count)
         if not (math.isfinite(report.loss) and math.isfinite(report.grad_norm)):
-            where = culprit(self.model, list(zip(micro_batches, seeds, strict=True)), self.data_parallel, count)
+            where = locate_non_finite(
+                self.model, list(zip(micro_batches, seeds, strict=True)), self.data_parallel, count
+            )
             raise NumericalError(f"loss is {report.loss}, gradient norm {report.grad_norm}, {where}: {ADVICE}")
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate
@@ -119,9 +121,8 @@ class Learner:
             sums[1] += (batch.labels != IGNORE_INDEX).sum()
         total, count = self.data_parallel.communicator.all_reduce(sums).tolist()
         if not math.isfinite(total):
-            raise NumericalError(
-                f"evaluation loss is {total}, {culprit(self.model, bad, self.data_parallel, count=1)}: {ADVICE}"
-            )
+            where = locate_non_finite(self.model, bad, self.data_parallel, count=1)
+            raise NumericalError(f"evaluation loss is {total}, {where}: {ADVICE}")
         return total / max(count, 1), int(count)
 
     def _synchronised(self, last: bool) -> contextlib.AbstractContextManager[None]:

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 
 from tp.errors import NumericalError
-from tp.models.description import told_of_model
-from tp.parallel.agreement import check_alike, told_of
+from tp.models.description import statement_of_model
+from tp.parallel.agreement import check_alike, statement_of
 from tp.parallel.group import TensorParallelGroup
 from tp.training.data.packing import TrainingBatch
 from tp.training.same_batches import check_same_batches
@@ -123,7 +123,7 @@ class Trainer:
             NumericalError: a loss or the gradient is not finite; on all ranks together, nothing saved.
             CommunicationError: ranks whose models, schedules or micro-batches differ; on all ranks together.
         """
-        check_alike(self.world.communicator, {"first step": str(first_step), **self._told()})
+        check_alike(self.world.communicator, {"first step": str(first_step), **self._statement()})
         total = self.schedule.total_steps
         for step in range(first_step, total):
             self._train(step)
@@ -137,11 +137,11 @@ class Trainer:
                 return done
         return max(first_step, total)
 
-    def _told(self) -> dict[str, str]:
+    def _statement(self) -> dict[str, str]:
         return {
-            **told_of_model(self.learner.model),
-            **told_of("schedule", self.schedule),
-            **told_of("learning rate", self.learning_rate),
+            **statement_of_model(self.learner.model),
+            **statement_of("schedule", self.schedule),
+            **statement_of("learning rate", self.learning_rate),
             "optimizer": str([_without_parameters(group) for group in self.learner.optimizer.param_groups]),
             "gradient norm clipped to": str(self.learner.max_grad_norm),
             "dropout seed": str(self.dropout_seed),

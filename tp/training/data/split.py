@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tp.errors import RequestError
-from tp.training.data.documents import Document
+from tp.training.data.documents import SEPARATOR, Document
 from tp.training.data.order import hashed
 
 
@@ -37,9 +37,10 @@ def divide(
         raise RequestError(f"the held-out fraction is {fraction}: it must lie between 0 and 1")
     different, first = np.unique(fingerprints, return_index=True)
     if len(different) < 2:
+        copies = f", {len(fingerprints)} times" if len(fingerprints) > 1 else ""
         raise RequestError(
-            f"{len(fingerprints)} documents, {len(different)} of them different, cannot be divided: give more files, "
-            "or separate the documents of a text file"
+            f"the data is one document{copies}: put a line {SEPARATOR} between documents, give more files, or use "
+            "--eval-data in place of --eval-fraction"
         )
     count = min(max(round(fraction * len(different)), 1), len(different) - 1)
     chosen = np.argsort(hashed(different, seed), kind="stable")[:count]
