@@ -12,6 +12,7 @@ from launch import bench, convert, demo, generate, info, inspect, plan, run, sco
 from launch.arguments import Parser
 from launch.rank_process import as_rank, is_rank, leave, mute_unless_first
 from launch.terminal import Terminal, open_closed_streams
+from tp.choice import disabled
 from tp.errors import RankFailedError, TensorParallelError
 
 DESCRIPTION = "Runs a language model split over any number of ranks: the same text at every degree."
@@ -70,6 +71,7 @@ def _execute(argv: list[str]) -> int:
         mute_unless_first("--debug" in argv)
     arguments = build_parser().parse_args(argv)
     arguments.argv = argv
+    disabled()  # refuses a mistyped name, whichever the command
     status: int = arguments.execute(arguments)
     return status
 

@@ -41,8 +41,10 @@ def positive(text: str) -> int:
         value = int(text)
     except ValueError:
         value = 0
-    if not 1 <= value <= LARGEST_COUNT:
-        raise argparse.ArgumentTypeError(f"{text!r} is not an integer of at least 1, and at most {LARGEST_COUNT:.0e}")
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not an integer of at least 1")
+    if value > LARGEST_COUNT:
+        raise argparse.ArgumentTypeError(f"{text!r} is more than {LARGEST_COUNT:.0e}, the most of any count")
     return value
 
 

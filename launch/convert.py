@@ -83,7 +83,8 @@ def _convert(arguments: argparse.Namespace, terminal: Terminal) -> None:
         terminal.show(json.dumps(summary) + "\n")
     else:
         terminal.console.print(
-            f"{arguments.output}: {summary['bytes'] / 1e6:,.1f} MB of {summary['dtype']} in {summary['files']} files",
+            f"{arguments.output}: {summary['bytes'] / 1e6:,.1f} MB of {summary['dtype']} in {len(files)} "
+            f"file{'s' if len(files) > 1 else ''}",
             soft_wrap=True,
             markup=False,
         )

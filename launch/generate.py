@@ -36,7 +36,7 @@ def add_parser(commands: Any) -> None:
     """Adds the command and its options."""
     parser = commands.add_parser("generate", help="continue prompts", description=DESCRIPTION)
     add_model_options(parser)
-    inputs.add_options(parser, NAMES, "prompt")
+    inputs.add_options(parser, NAMES, "prompts, of which --prompt and --prompt-ids take several")
     parser.add_argument("--chat", action="store_true", help="the prompt is a user's turn, in the model's chat template")
     parser.add_argument("--system", metavar="TEXT", help="the system turn before it")
     _add_length_options(parser.add_argument_group("length"))

@@ -7,6 +7,7 @@ import json
 import os
 import platform
 from importlib import metadata
+from pathlib import Path
 from typing import Any
 
 import tp
@@ -14,6 +15,9 @@ from launch.terminal import Terminal
 
 PACKAGES = ("torch", "triton", "transformers", "safetensors", "gguf", "huggingface_hub", "tokenizers", "numpy", "rich")
 VARIABLES = ("CUDA_", "GLOO_", "HF_", "MKL_", "NCCL_", "OMP_", "TORCH", "TP_DECODER_", "TRITON_")
+CPU_FACTS = Path("/proc/cpuinfo")
+BFLOAT16_FLAGS = {"avx512_bf16", "amx_bf16", "bf16"}
+"""Linux's names of the instructions that multiply bfloat16: x86's, and Arm's."""
 DESCRIPTION = "Versions, devices, backends and threads of this machine: what a bug report needs."
 
 
@@ -44,10 +48,11 @@ def gather() -> dict[str, Any]:
         "python": platform.python_version(),
         "platform": platform.platform(),
         "packages": {name: _version(name) for name in PACKAGES},
-        "cpu": _cpu_model(),
+        "cpu": _of_the_cpu("model name") or platform.processor() or platform.machine(),
         "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
         "threads": torch.get_num_threads(),
         "cpu_capability": torch.backends.cpu.get_cpu_capability(),
+        "cpu_bfloat16": sorted(BFLOAT16_FLAGS.intersection(_of_the_cpu("flags", "Features").split())),
         "cpp_kernels": str(library_path()) if library_path().exists() else None,
         "cuda": torch.version.cuda,
         "devices": [_device(index) for index in range(torch.cuda.device_count())],
@@ -85,15 +90,17 @@ def _device(index: int) -> str:
     return f"{properties.name}, {properties.total_memory / 2**30:.0f} GiB, {properties.major}.{properties.minor}"
 
 
-def _cpu_model() -> str:
+def _of_the_cpu(*names: str) -> str:
+    """What Linux tells of the first core under one of these names; "" where it does not."""
     try:
-        with open("/proc/cpuinfo", encoding="utf-8", errors="replace") as lines:
+        with CPU_FACTS.open(encoding="utf-8", errors="replace") as lines:
             for line in lines:
-                if line.startswith("model name"):
-                    return line.split(":", 1)[1].strip()
+                name, _, value = line.partition(":")
+                if name.strip() in names:
+                    return value.strip()
     except OSError:
         pass
-    return platform.processor() or platform.machine()
+    return ""
 
 
 def _is_relevant(variable: str) -> bool:

@@ -29,7 +29,7 @@ class Names:
 def add_options(parser: argparse.ArgumentParser, names: Names, what: str) -> None:
     """Adds the three options; they end up in `texts`, `text_file` and `ids`."""
     group = parser.add_argument_group(f"{what}: one of these, else standard input")
-    group.add_argument(names.text, dest="texts", action="append", default=[], metavar="TEXT", help="may be repeated")
+    group.add_argument(names.text, dest="texts", action="append", default=[], metavar="TEXT")
     group.add_argument(names.file, dest="text_file", metavar="PATH", help="a file whose whole text is taken")
     group.add_argument(
         names.ids,
@@ -38,7 +38,7 @@ def add_options(parser: argparse.ArgumentParser, names: Names, what: str) -> Non
         default=[],
         type=token_ids,
         metavar="1,2,3",
-        help="token ids, for which no tokenizer is needed; may be repeated",
+        help="token ids, for which no tokenizer is needed",
     )
     parser.set_defaults(input_names=names, text_read="")
 

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import TYPE_CHECKING, TextIO
 
 from tp.errors import RequestError
 
@@ -96,12 +96,16 @@ class Terminal:
         if not self.speaks or not self.err.isatty():
             yield None
             return
-        from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeElapsedColumn
+        from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-        columns: list[Any] = [TextColumn("{task.description}"), BarColumn(), DownloadColumn(True), TimeElapsedColumn()]
-        with Progress(*columns, console=self.console, transient=True) as bar:
-            task = bar.add_task(description, total=None)
-            yield lambda done, total: bar.update(task, completed=done, total=total)
+        columns = TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[amount]}")
+        with Progress(*columns, TimeElapsedColumn(), console=self.console, transient=True) as bar:
+            task = bar.add_task(description, total=None, amount="")
+
+            def report(done: int, total: int) -> None:
+                bar.update(task, completed=done, total=total, amount=f"{done / 1e6:,.1f}/{total / 1e6:,.1f} MB")
+
+            yield report
 
 
 def open_closed_streams() -> None:

@@ -5,14 +5,16 @@ from __future__ import annotations
 import io
 import json
 import os
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 from tiny_models import hub_config
 
-from launch import inputs, ranks
+from launch import info, inputs, ranks
 from launch.__main__ import build_parser, main
+from tp import choice
 from tp.errors import RequestError
 
 
@@ -65,7 +67,7 @@ def complaint(capsys: pytest.CaptureFixture[str], *argv: str | Path) -> tuple[in
         (["--prompt", "a", "--stop", ""], "stop is ''"),
         (["--prompt", "a", "--tp", "0"], "argument --tp: '0' is not an integer of at least 1"),
         (["--prompt", "a", "--tp", "two"], "argument --tp: 'two' is not an integer of at least 1"),
-        (["--prompt", "a", "--tp", "9" * 16], "9' is not an integer of at least 1, and at most 1e+15"),
+        (["--prompt", "a", "--tp", "9" * 16], "9' is more than 1e+15, the most of any count"),
         (["--prompt", "a", "--max-context", "-1"], "argument --max-context: '-1' is not"),
         (["--prompt", "a", "--dtype", "int8"], "argument --dtype: invalid choice: 'int8'"),
         (["--prompt", "a", "--device", "cpu", "--backend", "nccl"], "--backend nccl needs GPUs"),
@@ -178,15 +180,29 @@ def test_version_and_help(capsys: pytest.CaptureFixture[str]) -> None:
         assert expected in capsys.readouterr().out
 
 
-def test_info(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("command", [["info"], ["plan", "--model", "nowhere"], ["run", "--nproc", "1", "nowhere.py"]])
+def test_a_mistyped_name_of_an_operation_is_refused_by_every_command(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, command: list[str]
+) -> None:
+    monkeypatch.setattr(choice, "_disabled", None)
+    monkeypatch.setenv(choice.DISABLE_VARIABLE, "decode_graphs, share_memory")
+    names = "cache_attention, .*, shared_memory, .*, widening"
+    status, message = complaint(capsys, *command)
+    assert status == 2 and re.fullmatch(f"TP_DECODER_DISABLE knows no share_memory: its names are {names}", message)
+
+
+def test_info(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     import torch
 
     monkeypatch.setenv("HF_TOKEN", "secret")
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.setattr(info, "CPU_FACTS", tmp_path / "cpuinfo")
+    (tmp_path / "cpuinfo").write_text("model name\t: A\nflags\t\t: fpu avx512_bf16 amx_tile amx_bf16 avx512bw\n" * 2)
     assert main(["info", "--json"]) == 0
     facts = json.loads(capsys.readouterr().out)
     assert facts["packages"]["torch"] == torch.__version__
     assert facts["threads"] == torch.get_num_threads()
+    assert (facts["cpu"], facts["cpu_bfloat16"]) == ("A", ["amx_bf16", "avx512_bf16"])
     assert facts["backends"]["gloo"] is True
     assert facts["environment"]["OMP_NUM_THREADS"] == "1"
     assert main(["info"]) == 0

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -114,6 +116,23 @@ def test_ranks_that_do_not_speak(capsys: pytest.CaptureFixture[str]) -> None:
     with terminal.progress("loading") as progress:
         assert progress is None
     assert capsys.readouterr() == ("", "")
+
+
+class FakeTerminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_a_bar_shows_no_amount_before_one_is_known() -> None:
+    for reports, shown in (([], []), ([(1_200_000, 4_000_000)], ["1.2/4.0 MB"])):
+        drawn = FakeTerminal()
+        terminal = Terminal(io.StringIO(), drawn)
+        with terminal.progress("loading") as progress:
+            assert progress is not None
+            for done, total in reports:
+                progress(done, total)
+        assert "loading" in drawn.getvalue()
+        assert list(dict.fromkeys(re.findall(r"\S+ (?:MB|bytes|MiB)", drawn.getvalue()))) == shown
 
 
 def test_a_full_disk_is_a_clear_error() -> None:

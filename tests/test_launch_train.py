@@ -280,6 +280,15 @@ def test_convert_gives_what_the_loader_reads(
     assert "exists and is not an empty directory" in refusal(capfd, command)
 
 
+def test_converting_says_what_it_wrote(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    config = make_config("llama")
+    path = write_directory(tmp_path / "model", config, make_tensors(config))
+    for options, files in (([], "1 file"), (["--max-shard-size", "500000"], "2 files")):
+        output = tmp_path / files
+        assert main(["convert", "--model", str(path), "--output", str(output), *options]) == 0
+        assert f" of float32 in {files}\n" in capfd.readouterr().err
+
+
 @pytest.mark.parametrize("command", ["generate", "score"])
 def test_the_layout_of_the_stream_is_an_option(command: str, tmp_path: Path) -> None:
     from launch.__main__ import build_parser

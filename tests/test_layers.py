@@ -13,6 +13,7 @@ from tp.kernels.rms_norm import rms_norm
 from tp.layers import (
     ColumnParallelLinear,
     GatedMLP,
+    LayerNorm,
     MergedColumnParallelLinear,
     ParallelLMHead,
     Partial,
@@ -52,6 +53,29 @@ def test_row_parallel_bias_is_added_once_and_its_gradient_is_whole_on_every_rank
     for y, gradient in ranks(t).run(_row_bias):
         assert y == [[110.0, 210.0, 310.0]]
         assert gradient == [5.0, 5.0, 5.0]
+
+
+def _shown(group):
+    """The vocabulary is so small that the last of four ranks has no row."""
+    qkv = QKVParallelLinear(60, 10, 6, 2, group, bias=True)
+    mlp = GatedMLP(60, 300, "silu", group)
+    parts = [qkv, mlp.gate_up_proj, mlp.down_proj, ColumnParallelLinear(60, 300, group), RMSNorm(60, 1e-6, group)]
+    return [repr(part) for part in [*parts, LayerNorm(60, 1e-5, group), VocabParallelEmbedding(9, 60, group)]]
+
+
+def test_layers_show_their_sizes_and_this_ranks_share(ranks):
+    shown = ranks(4).run(_shown)
+    assert shown[0] == [
+        "QKVParallelLinear(in_features=60, q_proj=10 of 60, k_proj=10 of 20, v_proj=10 of 20, bias=True, rank=0 of 4)",
+        "MergedColumnParallelLinear(in_features=60, gate_proj=128 of 300, up_proj=128 of 300, bias=False, rank=0 of 4)",
+        "RowParallelLinear(in_features=128 of 300, out_features=60, bias=False, rank=0 of 4)",
+        "ColumnParallelLinear(in_features=60, out_features=128 of 300, bias=False, rank=0 of 4)",
+        "RMSNorm(60, eps=1e-06)",
+        "LayerNorm(60, eps=1e-05)",
+        "VocabParallelEmbedding(vocab_size=3 of 9, hidden_size=60, rank=0 of 4)",
+    ]
+    assert shown[3][2] == "RowParallelLinear(in_features=44 of 300, out_features=60, bias=False, rank=3 of 4)"
+    assert shown[3][-1] == "VocabParallelEmbedding(vocab_size=0 of 9, hidden_size=60, rank=3 of 4)"
 
 
 class OwnMLP(nn.Module):

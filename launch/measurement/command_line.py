@@ -93,6 +93,6 @@ def _circumstances(arguments: argparse.Namespace) -> dict[str, Any]:
         "dtype": arguments.dtype,
         "threads": arguments.threads,
         "runs": arguments.runs,
-        "machine": {name: machine[name] for name in ("cpu", "cores", "cpu_capability", "platform")},
+        "machine": {name: machine[name] for name in ("cpu", "cores", "cpu_capability", "cpu_bfloat16", "platform")},
         "packages": machine["packages"],
     }

@@ -69,6 +69,10 @@ class _VocabParallel(ParallelModule):
             )
         )  # fmt: skip
 
+    def extra_repr(self) -> str:
+        rows = f"vocab_size={len(self.vocab_range)} of {self.vocab_size}"
+        return f"{rows}, hidden_size={self.weight.shape[1]}, rank={self.group.rank} of {self.group.size}"
+
 
 class VocabParallelEmbedding(_VocabParallel):
     """x_0 = Σ_ranks (row of the table where this rank owns the id, else 0): a partial sum with one non-zero addend."""

@@ -107,6 +107,13 @@ class MergedColumnParallelLinear(ParallelModule):
     def _local_starts(self) -> list[int]:
         return [sum(self.local_sizes[:index]) for index in range(len(self.local_sizes))]
 
+    def extra_repr(self) -> str:
+        outputs = ", ".join(
+            f"{share.name or 'out_features'}={size} of {share.num_units * share.unit}"
+            for share, size in zip(self.shares, self.local_sizes, strict=True)
+        )
+        return f"in_features={self.weight.shape[1]}, {outputs}, {_bias_and_rank(self)}"
+
     def forward(self, x: Tensor | Normed) -> Tensor:
         """[..., in_features], replicated or from the stream → [..., Σ local_sizes]."""
         return column_linear(x, self.weight, self.bias, self.group)
@@ -188,6 +195,7 @@ class RowParallelLinear(ParallelModule):
     ) -> None:
         super().__init__()
         self.group = group
+        self.in_features = in_features
         shares = shares or FeatureShares.of_features(in_features, group)
         local = shares.local_features(group.rank)
         self.weight = nn.Parameter(torch.zeros(out_features, local, dtype=dtype, device=device))
@@ -204,6 +212,10 @@ class RowParallelLinear(ParallelModule):
         """The bias is added to this rank's tokens only where they are sharded."""
         return [SharedSlice("bias", len(self.bias), 0)] if self.bias is not None and layout.sharded else []
 
+    def extra_repr(self) -> str:
+        out_features, local = self.weight.shape
+        return f"in_features={local} of {self.in_features}, out_features={out_features}, {_bias_and_rank(self)}"
+
     def forward(self, x: Tensor) -> LinearPartial:
         """[..., this rank's input features] → this rank's addend of [..., out_features].
 
@@ -211,3 +223,7 @@ class RowParallelLinear(ParallelModule):
             LayoutError: `x` is a handle of the stream, or a partial sum.
         """
         return LinearPartial(row_parallel_input(x), self.weight, self.group, self.bias)
+
+
+def _bias_and_rank(linear: MergedColumnParallelLinear | RowParallelLinear) -> str:
+    return f"bias={linear.bias is not None}, rank={linear.group.rank} of {linear.group.size}"

@@ -15,6 +15,12 @@ from tp.parallel.group import TensorParallelGroup
 class Norm(ParallelModule):
     """A norm over the last dim whose parameters, all of that size, every rank holds whole."""
 
+    weight: nn.Parameter
+    eps: float
+
+    def extra_repr(self) -> str:
+        return f"{len(self.weight)}, eps={self.eps}"
+
     def shared_slices(self, layout: Layout) -> list[SharedSlice]:
         """Each rank norms its own tokens only where they are sharded."""
         return self._all_of_each() if layout.sharded else []

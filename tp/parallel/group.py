@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from tp import __version__
+from tp.choice import disabled
 from tp.errors import CommunicationError, TensorParallelError, first_line
 from tp.parallel.agreement import compare
 from tp.parallel.communicator import (
@@ -39,9 +40,13 @@ class TensorParallelGroup:
         size: the tensor-parallel degree t.
         device: where this rank's tensors live.
         communicator: the collectives of the group.
+
+    Raises:
+        RequestError: TP_DECODER_DISABLE names what is no operation.
     """
 
     def __init__(self, communicator: Communicator, device: torch.device | str = "cpu") -> None:
+        disabled()  # is asked before anything is computed
         self.communicator = communicator
         self._made_world = False
         self.device = torch.device(device)
@@ -120,7 +125,9 @@ class TensorParallelGroup:
         Raises:
             CommunicationError: NCCL asked for with fewer GPUs than local ranks, or without CUDA, or of a torch without
                 NCCL; variables that are missing or make no sense.
+            RequestError: as the class.
         """
+        disabled()  # is asked before ranks wait for one another
         device_type = device or ("cuda" if torch.cuda.is_available() else "cpu")
         backend = backend or ("nccl" if device_type == "cuda" else "gloo")
         try:
@@ -180,8 +187,8 @@ class TensorParallelGroup:
 
 
 def _check_versions(process_group: dist.ProcessGroup) -> None:
-    told = {"tp-decoder's version": __version__, "torch's version": torch.__version__.partition("+")[0]}
-    compare(dist.get_process_group_ranks(process_group), gather_objects(process_group, told))
+    statement = {"tp-decoder's version": __version__, "torch's version": torch.__version__.partition("+")[0]}
+    compare(dist.get_process_group_ranks(process_group), gather_objects(process_group, statement))
 
 
 def _check_interfaces(backend: str) -> None:
