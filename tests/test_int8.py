@@ -14,7 +14,7 @@ from torch import Tensor
 from tp.checkpoint import save_checkpoint
 from tp.errors import AutogradError, ConfigError, RequestError
 from tp.kernels.int8_weight import Int8Weight
-from tp.kernels.linear import MOST_NATIVE_ROWS, linear
+from tp.kernels.linear import MOST_SKINNY_ROWS, linear
 from tp.models import prepare_for_inference
 from tp.parallel import TensorParallelGroup
 
@@ -24,7 +24,7 @@ def random(*sizes: int, dtype: torch.dtype = torch.float32) -> Tensor:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("rows, columns", [(1, 77), (2, 77), (7, 77), (MOST_NATIVE_ROWS, 77), (40, 77), (40, 78)])
+@pytest.mark.parametrize("rows, columns", [(1, 77), (2, 77), (7, 77), (MOST_SKINNY_ROWS, 77), (40, 77), (40, 78)])
 def test_linear_computes_with_the_rounded_weight(rows: int, columns: int, dtype: torch.dtype) -> None:
     weight, bias = random(9, columns, dtype=dtype), random(9, dtype=dtype)
     weight[4] = 0
@@ -67,6 +67,18 @@ def test_what_is_not_finite_shows() -> None:
         x[1, 5] = value
         y = linear(x, int8)
         assert y[0].isfinite().all() and not y[1].isfinite().any()
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_weights_that_are_not_finite_show(value: float) -> None:
+    weight = random(4, 33)
+    weight[2, 7] = value
+    int8 = Int8Weight(weight, weight.abs().amax(1))
+    for dtype in (torch.float32, torch.bfloat16):
+        for rows in (1, 3, 40):
+            y = linear(random(rows, 33, dtype=dtype), int8)
+            assert not y[:, 2].isfinite().any() and y[:, [0, 1, 3]].isfinite().all()
+    assert not int8.rows(torch.tensor([2])).isfinite().any()
 
 
 def logits_and_integers(

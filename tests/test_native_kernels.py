@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
 from unittest import mock
 
 import pytest
@@ -15,13 +16,17 @@ from tp.kernels import native_attention as native_attention_module
 from tp.kernels.attention import causal_attention
 from tp.kernels.cache_attention import QueryGroups
 from tp.kernels.decode_attention import decode_attention, has_decode_attention
-from tp.kernels.linear import MOST_NATIVE_ROWS, WIDENED_ROWS, linear
+from tp.kernels.gated_activation import silu_and_mul
+from tp.kernels.int8_weight import Int8Weight
+from tp.kernels.linear import MOST_SKINNY_ROWS, WIDENED_ROWS, linear
 from tp.kernels.native_attention import has_native_attention
-from tp.kernels.rotary import apply_rotary
+from tp.kernels.rotary import apply_rotary, cos_and_sin
+from tp.kernels.rows import rows_of
 from tp.native.library import library
 from tp.parallel.partition import uniform_runs
 
 DTYPES = [torch.float32, torch.bfloat16]
+MULTIPLIES_BFLOAT16 = torch.cpu._is_avx512_bf16_supported()
 
 
 @pytest.fixture(autouse=True)
@@ -41,6 +46,13 @@ def assert_rounded_once(y: Tensor, exact: Tensor, scale: Tensor) -> None:
     assert ((y.double() - exact).abs() <= rounding + 2e-6 * scale).all()
 
 
+def no_linear_of_torch() -> AbstractContextManager[object]:
+    """Where the CPU has instructions for bfloat16, so that a GEMM of ours has to serve."""
+    if MULTIPLIES_BFLOAT16:
+        return mock.patch.object(torch.nn.functional, "linear", side_effect=AssertionError("torch's own"))
+    return nullcontext()
+
+
 def test_the_library_is_there() -> None:
     assert library() is not None, "python -m tp.native.build"
 
@@ -53,7 +65,7 @@ def test_the_library_is_there() -> None:
 def test_linear_of_few_rows(rows: int, columns: int, out: int, dtype: torch.dtype, threads: int) -> None:
     torch.set_num_threads(threads)
     x, weight, bias = random(rows, columns, dtype=dtype), random(out, columns, dtype=dtype), random(out, dtype=dtype)
-    assert rows <= MOST_NATIVE_ROWS
+    assert rows <= MOST_SKINNY_ROWS
     for given in (None, bias):
         y = linear(x, weight, given)
         exact = x.double() @ weight.double().t() + (0 if given is None else given.double())
@@ -109,15 +121,16 @@ def test_linear_of_many_rows(rows: int, columns: int, out: int, threads: int) ->
     wide, bias = random(rows, columns + 3, dtype=torch.bfloat16), random(out, dtype=torch.bfloat16)
     x, weight = wide[:, 3:], random(out, columns, dtype=torch.bfloat16)
     for given in (None, bias):
-        y = linear(x, weight, given)
+        with no_linear_of_torch():
+            y = linear(x, weight, given)
         exact = x.double() @ weight.double().t() + (0 if given is None else given.double())
         assert_rounded_once(y, exact, x.double().abs() @ weight.double().abs().t())
 
 
-@pytest.mark.skipif(not torch.cpu._is_avx512_bf16_supported(), reason="the CPU has no AVX512-BF16")
+@pytest.mark.skipif(not MULTIPLIES_BFLOAT16, reason="the CPU has no AVX512-BF16")
 def test_a_row_is_the_same_whatever_the_number_of_rows() -> None:
     x, weight = random(200, 4130, dtype=torch.bfloat16), random(70, 4130, dtype=torch.bfloat16)
-    with mock.patch.object(torch.nn.functional, "linear", side_effect=AssertionError):
+    with no_linear_of_torch():
         y = linear(x, weight)
         for start, stop in ((0, 33), (5, 61), (100, 200)):
             assert torch.equal(linear(x[start:stop], weight), y[start:stop])
@@ -134,7 +147,7 @@ def test_odd_columns_are_multiplied_too() -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_linear_widened_to_float32(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(linear_module, "widens", lambda x: True)
-    x, bias = random(MOST_NATIVE_ROWS + 1, 51, dtype=dtype), random(WIDENED_ROWS + 3, dtype=dtype)
+    x, bias = random(MOST_SKINNY_ROWS + 1, 51, dtype=dtype), random(WIDENED_ROWS + 3, dtype=dtype)
     weight = random(WIDENED_ROWS + 3, 51, dtype=dtype)
     exact = x.double() @ weight.double().t() + bias.double()
     assert_rounded_once(linear(x, weight, bias), exact, x.double().abs() @ weight.double().abs().t())
@@ -237,16 +250,57 @@ def test_a_later_key_adds_nothing_however_large_its_value(dtype: torch.dtype) ->
     assert torch.equal(causal_attention(q, k, v, runs)[:, :7], causal_attention(*(x[:, :7] for x in (q, k, v)), runs))
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_scores_below_every_float_weigh_nothing(dtype: torch.dtype) -> None:
+    """Keys whose product with the query is −inf, a whole block of them first, beside others; and one far below."""
+    keys = 100
+    q, k, v = torch.ones(1, keys, 8, dtype=dtype), *(random(1, keys, 8, seed=seed, dtype=dtype) for seed in (1, 2))
+    k[0, :64], k[0, 70] = -3e38, -100
+    v[0, 70] = 3e38
+    runs = uniform_runs(1, 1, 1, 0)
+    exact = causal_attention(q.double(), k.double(), v.double(), runs)[0, 80:]
+    bound = torch.finfo(dtype).eps * 3
+    assert ((causal_attention(q, k, v, runs)[0, 80:].double() - exact).abs() <= bound).all()
+    rotary = torch.ones(1, 1, 8, dtype=dtype), torch.zeros(1, 1, 8, dtype=dtype)
+    cache = k.clone().unsqueeze(0), v.clone().unsqueeze(0)
+    last = q[:, -1:], k[:, -1:], v[:, -1:]
+    start, groups = torch.tensor([keys - 1]), QueryGroups.of_runs(runs, "cpu")
+    z = decode_attention(*last, rotary, cache, torch.tensor([0]), start, groups)
+    assert ((z[0, 0].double() - exact[-1]).abs() <= bound).all()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_silu_of_gates_far_below_zero_is_zero(dtype: torch.dtype) -> None:
+    gate = torch.tensor([[-3e38, -1e36, -300.0, -89.0, 89.0, 3e38, torch.inf, torch.nan]], dtype=dtype)
+    y = silu_and_mul(torch.cat([gate, torch.ones_like(gate)], dim=1))
+    assert torch.equal(y[0, :7], gate[0, :7].clamp(min=0)) and y[0, 7].isnan()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_indices_and_positions_of_any_strides_and_integers(dtype: torch.dtype) -> None:
+    table, wide, frequencies = random(9, 5, dtype=dtype), torch.tensor([8, -1, 3, -1, 0, -1]), random(4).abs()
+    expected = cos_and_sin(torch.tensor([8, 3, 0]), frequencies, 1.0, dtype)
+    int8 = Int8Weight(table, table.abs().amax(1))
+    for indices in (wide[::2], wide[::2].int()):
+        assert torch.equal(rows_of(table, indices), table[[8, 3, 0]])
+        assert torch.equal(rows_of(int8, indices), int8.rows(torch.tensor([8, 3, 0])))
+        torch.testing.assert_close(cos_and_sin(indices, frequencies, 1.0, dtype), expected)
+
+
 def test_names_switch_kernels_off(monkeypatch: pytest.MonkeyPatch) -> None:
-    bfloat16 = torch.bfloat16
-    for module, lookup, name, arguments in (
+    kernels = [
         (linear_module, "_kernel", "native_linear", ("native_linear", "tp_linear_bfloat16")),
-        (linear_module, "_kernel", "matrix_product", ("matrix_product", "tp_matrix_product_bfloat16")),
-        (decode_attention_module, "_native", "decode_attention", (bfloat16,)),
-        (native_attention_module, "_native", "prefill_attention", (bfloat16,)),
-    ):
+        (decode_attention_module, "_native", "decode_attention", (torch.bfloat16,)),
+        (native_attention_module, "_native", "prefill_attention", (torch.bfloat16,)),
+    ]
+    if MULTIPLIES_BFLOAT16:
+        kernels.append((linear_module, "_kernel", "native_gemm", ("native_gemm", "tp_gemm_bfloat16")))
+    for module, lookup, name, arguments in kernels:
         function = getattr(module, lookup)
+        function.cache_clear()
+        assert function(*arguments) is not None
         function.cache_clear()
         monkeypatch.setattr(module, "enabled", lambda asked, name=name: asked != name)
         assert function(*arguments) is None
         function.cache_clear()
+        monkeypatch.undo()

@@ -56,7 +56,7 @@ def _table(rows: list[Row]) -> Table:
     for heading in ("ms a token" if first.phase == "decode" else "ms", "tokens/s", "weights GB/s", "of read bandwidth"):
         table.add_column(heading, justify="right")
     for name in ours:
-        table.add_column(f"{name} is", justify="right")
+        table.add_column(f"speed-up of {name}", justify="right")
     for row in rows:
         table.add_row(*_cells(row, ours))
     return table

@@ -34,7 +34,7 @@ class Int8Weight(nn.Module):
         self.training = False
         self.dtype = weight.dtype
         scales = largest.float() / LARGEST_VALUE
-        scales = scales.where(scales > 0, 1.0)
+        scales = scales.where(scales != 0, 1.0)  # NaN stays, and shows in every product
         self.register_buffer("scales", scales)
         self.register_buffer("values", (weight / scales.unsqueeze(1)).round_().to(torch.int8))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -16,20 +17,20 @@ from tp.kernels.int8_weight import Int8Weight
 from tp.kernels.widening import widens
 from tp.native.library import ADDRESS, INTEGER, THREADS, native_function
 
-MOST_NATIVE_ROWS = 32
-"""Up to so many rows of x the kernel is used that reads each weight once; above, a matrix product."""
-FEW_ROWS = {
+MOST_SKINNY_ROWS = 32
+"""Up to this many rows of x, the kernel that streams each weight once; above, a GEMM."""
+SKINNY = {
     (torch.bfloat16, torch.bfloat16): "tp_linear_bfloat16",
     (torch.float32, torch.float32): "tp_linear_float32",
     (torch.bfloat16, torch.int8): "tp_linear_bfloat16_int8",
     (torch.float32, torch.int8): "tp_linear_float32_int8",
 }
-"""The C++ kernel for dtypes of x and of the weight."""
-MANY_ROWS = {
-    (torch.bfloat16, torch.bfloat16): "tp_matrix_product_bfloat16",
-    (torch.bfloat16, torch.int8): "tp_matrix_product_bfloat16_int8",
+"""The C++ kernel of few rows for dtypes of x and of the weight."""
+GEMM = {
+    (torch.bfloat16, torch.bfloat16): "tp_gemm_bfloat16",
+    (torch.bfloat16, torch.int8): "tp_gemm_bfloat16_int8",
 }
-"""The same above `MOST_NATIVE_ROWS`, on a CPU with instructions for bfloat16; of the others torch's is as good."""
+"""That of many rows, on a CPU with instructions for bfloat16; for other dtypes torch's is as good."""
 WIDENED_ROWS = 512
 """Rows of the weight that are widened to float32 at a time: they stay in the last-level cache."""
 
@@ -38,7 +39,7 @@ def linear(x: Tensor, weight: Tensor | Int8Weight, bias: Tensor | None = None) -
     """y = x Wᵀ + b, accumulated in float32 (float64 for float64) and rounded once.
 
     On a CPU without gradients, C++ kernels serve few rows ("native_linear") and many rows of bfloat16
-    ("matrix_product"); many rows of a dtype that the CPU has no matrix product for take float32's ("widening").
+    ("native_gemm"); many rows of a dtype that the CPU has no matrix product for take float32's ("widening").
 
     Args:
         x: [..., in]
@@ -70,7 +71,7 @@ def _int8_linear(x: Tensor, weight: Int8Weight, bias: Tensor | None) -> Tensor:
 
 
 def _has_few_rows(x: Tensor) -> bool:
-    return x.numel() <= MOST_NATIVE_ROWS * x.shape[-1]
+    return x.numel() <= MOST_SKINNY_ROWS * x.shape[-1]
 
 
 def _native(x: Tensor, weight_dtype: torch.dtype) -> Callable[..., Any] | None:
@@ -78,10 +79,10 @@ def _native(x: Tensor, weight_dtype: torch.dtype) -> Callable[..., Any] | None:
     if not x.is_cpu or x.numel() == 0:
         return None
     if _has_few_rows(x):
-        return _kernel("native_linear", FEW_ROWS.get((x.dtype, weight_dtype)))
-    if x.shape[-1] % 2:
-        return None  # columns are multiplied by two
-    return _kernel("matrix_product", MANY_ROWS.get((x.dtype, weight_dtype)))
+        return _kernel("native_linear", SKINNY.get((x.dtype, weight_dtype)))
+    if x.shape[-1] % 2 or not _multiplies_bfloat16():
+        return None  # the kernel takes columns in pairs
+    return _kernel("native_gemm", GEMM.get((x.dtype, weight_dtype)))
 
 
 def _fits(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
@@ -123,6 +124,13 @@ def _widened_linear(x: Tensor, weight: Tensor, scales: Tensor | None, bias: Tens
             product += bias[rows]
         y[:, rows] = product
     return y.view(*x.shape[:-1], out_features)
+
+
+@functools.cache
+def _multiplies_bfloat16() -> bool:
+    """Whether the library was built for a CPU with instructions for it."""
+    asked = native_function("tp_multiplies_bfloat16", result=ctypes.c_int)
+    return asked is not None and bool(asked())
 
 
 @functools.cache

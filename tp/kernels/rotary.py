@@ -24,7 +24,8 @@ def cos_and_sin(positions: Tensor, frequencies: Tensor, scaling: float, dtype: t
         frequencies: [d/2] float32, or [N, d/2] where they depend on the sequence.
         scaling: YaRN's; 1 for other rope types.
     """
-    if positions.is_cpu and frequencies.dim() == 1 and (native := _native(dtype)) is not None:
+    fits = positions.is_cpu and positions.dtype == torch.int64 and positions.is_contiguous() and frequencies.dim() == 1
+    if fits and (native := _native(dtype)) is not None:
         count, half = positions.shape[0], frequencies.shape[0]
         cos, sin = (frequencies.new_empty(count, 2 * half, dtype=dtype) for _ in range(2))
         native(positions.data_ptr(), count, frequencies.data_ptr(), half, scaling, cos.data_ptr(), sin.data_ptr())

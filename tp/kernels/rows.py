@@ -29,7 +29,7 @@ def rows_of(table: Tensor | Int8Weight, indices: Tensor, first: int = 0, rows: i
         rows: how many of the table's rows are real; by default all.
     """
     rows = table.shape[0] if rows is None else rows
-    if indices.is_cpu and not torch.is_grad_enabled() and indices.dim() == 1:
+    if indices.is_cpu and indices.dtype == torch.int64 and indices.dim() == 1 and not torch.is_grad_enabled():
         if isinstance(table, Int8Weight):
             if (native := _native_int8(table.dtype)) is not None:
                 return _native_int8_rows(native, table, indices.contiguous(), first, rows)

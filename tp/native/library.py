@@ -32,12 +32,12 @@ def library() -> ctypes.CDLL | None:
 
 
 def native_function(name: str, *argument_types: Any, result: Any = None) -> Callable[..., Any] | None:
-    """A function of the library with its C types; None where there is no library, or the CPU lacks its instructions.
+    """A function of the library with its C types; None where there is no library.
 
     The interpreter's lock is released while it runs.
     """
     opened = library()
-    if opened is None or not hasattr(opened, name):
+    if opened is None:
         return None
     function: Callable[..., Any] = opened[name]
     function.argtypes, function.restype = argument_types, result  # type: ignore[attr-defined]

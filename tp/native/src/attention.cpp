@@ -85,7 +85,7 @@ struct Part {
 
 // Of one query head over a part of the keys: largest score, Σ exp(score − largest), Σ exp(score − largest) · v.
 struct Softmax {
-  float largest = -std::numeric_limits<float>::infinity();
+  float largest = std::numeric_limits<float>::lowest();  // scores may be -inf
   float sum = 0;
   std::vector<float> weighted;
 };

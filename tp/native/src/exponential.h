@@ -8,7 +8,7 @@
 namespace tp {
 
 inline Floats exponential(Floats x) {
-  constexpr float kSmallest = -87.0f, kLargest = 88.0f;  // results beyond are no normal floats
+  constexpr float kSmallest = -88.0f, kLargest = 89.0f;  // their results, and those beyond, are 0 and infinity
   constexpr float kLog2E = 1.44269504088896341f, kRounder = 12582912.0f;  // 1.5 · 2^23: adding it rounds to integers
   const Floats smallest = Floats{} + kSmallest, largest = Floats{} + kLargest;
   x = x < smallest ? smallest : x > largest ? largest : x;  // NaN stays

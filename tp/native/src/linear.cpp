@@ -39,13 +39,11 @@ struct Plain<BFloat16> {
   using Weight = BFloat16;
   using Activation = BFloat16;
   using Total = Floats;
-  using Group = __m512bh;
+  using Group = Words;
   static constexpr int64_t kGroup = 2 * kLanes;
   static float prepare(const BFloat16* x, int64_t size, BFloat16* to) { return std::copy_n(x, size, to), 1.0f; }
-  static Group group(const BFloat16* from) { return (__m512bh)load_words(from); }
-  static void add(Total& total, Group w, const BFloat16* x) {
-    total = (Floats)_mm512_dpbf16_ps((__m512)total, w, (__m512bh)load_words(x));
-  }
+  static Group group(const BFloat16* from) { return load_words(from); }
+  static void add(Total& total, Group w, const BFloat16* x) { total = dot_pairs(total, w, load_words(x)); }
 };
 #else
 template <>
@@ -254,11 +252,12 @@ void linear(const T* x, int64_t x_stride, const typename P::Weight* weight, cons
 }  // namespace tp
 
 // x: [rows, columns] with a stride between rows; weight: [out, columns]; scales, bias: [out] or null; y: [rows, out].
-#define TP_LINEAR(NAME, T, PRODUCT)                                                                                    \
+#define TP_LINEAR(NAME, T, PRODUCT)                                                                               \
   int NAME(const T* x, int64_t x_stride, const PRODUCT::Weight* weight, const float* scales, const T* bias, T* y, \
-           int64_t rows, int64_t columns, int64_t out, int threads) {                                                 \
-    return tp::perform(                                                                                               \
-        [=] { return tp::linear<PRODUCT>(x, x_stride, weight, scales, bias, y, rows, columns, out, threads), 0; });            \
+           int64_t rows, int64_t columns, int64_t out, int threads) {                                             \
+    return tp::perform([=] {                                                                                      \
+      return tp::linear<PRODUCT>(x, x_stride, weight, scales, bias, y, rows, columns, out, threads), 0;           \
+    });                                                                                                           \
   }
 
 extern "C" {

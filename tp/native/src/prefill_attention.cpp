@@ -1,9 +1,10 @@
 // Prefill attention: the last T of a sequence's S tokens, over this rank's heads.
 //
-// softmax(q kᵀ · scale) v with float32 scores and sums, a block of queries at a time, for each a block of keys after the
-// other (Dao et al. 2022, "FlashAttention", arXiv:2205.14135). Keys are packed once a call: registers then hold one
-// column of as many keys as they have lanes, so that no score needs a sum over lanes. With instructions for bfloat16,
-// both products take pairs: of columns in q kᵀ, of keys in the weighted sum, whose weights are rounded to bfloat16.
+// softmax(q kᵀ · scale) v with float32 scores and sums, a block of queries at a time, for each a block of keys
+// after the other (Dao et al. 2022, "FlashAttention", arXiv:2205.14135). Keys are packed once a call: registers then
+// hold one column of as many keys as they have lanes, so that no score needs a sum over lanes. With instructions for
+// bfloat16, both products take pairs: of columns in q kᵀ, of keys in the weighted sum, whose weights are rounded to
+// bfloat16.
 
 #include <algorithm>
 #include <limits>
@@ -24,9 +25,9 @@ constexpr int kRows = 6;          // queries, and
 constexpr int kVectors = TP_VECTOR_BYTES == 64 ? 4 : 2;  // registers of keys, whose products fit the other registers
 constexpr float kInfinity = std::numeric_limits<float>::infinity();
 
-// The terms of a product as its instructions take them: an element holds kTerms of them.
+// What the instructions of a dot product take: an element holds kTerms of its terms.
 template <typename T>
-struct Terms {
+struct Operand {
   using Element = float;
   static constexpr int64_t kTerms = 1;
   static Element join(const T* from, int64_t, int64_t) { return to_float(*from); }
@@ -36,15 +37,14 @@ struct Terms {
 
 #if defined(__AVX512BF16__)
 template <>
-struct Terms<BFloat16> {
+struct Operand<BFloat16> {
   using Element = uint32_t;
   static constexpr int64_t kTerms = 2;
   static Element join(const BFloat16* from, int64_t stride, int64_t left) {
     return from[0].bits | (left > 1 ? static_cast<uint32_t>(from[stride].bits) << 16 : 0);
   }
   static void add(Floats& total, const Element* many, Element one) {
-    total = (Floats)_mm512_dpbf16_ps((__m512)total, (__m512bh)load_words(many),
-                                     (__m512bh)_mm512_set1_epi32(static_cast<int>(one)));
+    total = dot_pairs(total, load_words(many), Words{} + one);
   }
   static void store(const Floats& weights, Element* to) {
     _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), (__m256i)_mm512_cvtneps_pbh((__m512)weights));
@@ -55,7 +55,7 @@ struct Terms<BFloat16> {
 // Elements that hold `count` terms.
 template <typename T>
 constexpr int64_t elements(int64_t count) {
-  return (count + Terms<T>::kTerms - 1) / Terms<T>::kTerms;
+  return (count + Operand<T>::kTerms - 1) / Operand<T>::kTerms;
 }
 
 template <typename T>
@@ -68,7 +68,7 @@ struct Prefill {
   T* out;  // [queries, heads, head_dim]
   int64_t heads, kv_heads, queries, keys, head_dim;
 
-  // Of all blocks of keys, those that some query sees: a window may hide the first ones.
+  // Of all blocks of keys, those that some query sees: a window may mask_outside the first ones.
   int64_t first_block() const { return window ? std::max<int64_t>(0, keys - queries - window + 1) / kKeys : 0; }
   int64_t blocks() const { return (keys + kKeys - 1) / kKeys - first_block(); }
   int64_t columns() const { return elements<T>(head_dim); }  // of a query or key, packed
@@ -78,7 +78,7 @@ struct Prefill {
 // The keys and values of all KV heads, zeros after the last key.
 template <typename T>
 struct Packed {
-  using Element = typename Terms<T>::Element;
+  using Element = typename Operand<T>::Element;
   static constexpr int64_t kValues = elements<T>(kKeys);
   std::unique_ptr<Element[]> keys;    // [kv_heads, blocks, columns, kKeys]
   std::unique_ptr<Element[]> values;  // [kv_heads, blocks, kValues, width]
@@ -100,7 +100,7 @@ struct Packed {
 
  private:
   void fill_block(const Prefill<T>& p, int64_t head, int64_t block) {
-    constexpr int64_t kTerms = Terms<T>::kTerms;
+    constexpr int64_t kTerms = Operand<T>::kTerms;
     Element* columns = keys_of(p, head, block);
     Element* rows = values_of(p, head, block);
     const int64_t count = std::min(kKeys, p.keys - block * kKeys);
@@ -110,39 +110,78 @@ struct Packed {
     std::fill_n(rows, kValues * p.width(), Element{});
     for (int64_t i = 0; i < count; ++i)
       for (int64_t c = 0; c < p.columns(); ++c)
-        columns[c * kKeys + i] = Terms<T>::join(key + i * p.k_token + c * kTerms, 1, p.head_dim - c * kTerms);
+        columns[c * kKeys + i] = Operand<T>::join(key + i * p.k_token + c * kTerms, 1, p.head_dim - c * kTerms);
     for (int64_t i = 0; i < count; i += kTerms)
       for (int64_t d = 0; d < p.head_dim; ++d)
-        rows[i / kTerms * p.width() + d] = Terms<T>::join(value + i * p.v_token + d, p.v_token, count - i);
+        rows[i / kTerms * p.width() + d] = Operand<T>::join(value + i * p.v_token + d, p.v_token, count - i);
   }
 };
+
+// Values of the keys [low, high) of a block stay, those of others become `value`.
+inline void mask_outside(float* of_keys, int64_t low, int64_t high, float value) {
+  if (low > 0) std::fill_n(of_keys, low, value);
+  if (high < kKeys) std::fill(of_keys + high, of_keys + kKeys, value);
+}
 
 // A block of queries of one head on its way through the keys.
 template <typename T>
 struct Block {
-  std::vector<typename Terms<T>::Element> queries;  // [kQueries, columns], zeros after the last
-  std::vector<float> weighed;                       // [kQueries, width]: Σ p v so far
-  float scores[kRows * kKeys];                      // of kRows queries
-  typename Terms<T>::Element weights[kRows * Packed<T>::kValues];  // p of the same
-  float largest[kQueries], total[kQueries], factor[kQueries];
+  using Element = typename Operand<T>::Element;
+  std::vector<Element> queries;                // [kQueries, columns], zeros after the last
+  std::vector<float> output;                   // [kQueries, width]: Σ p v so far
+  float scores[kRows * kKeys];                 // of kRows queries
+  Element weights[kRows * Packed<T>::kValues];  // p of the same
+  float row_max[kQueries], row_sum[kQueries], rescale[kQueries];
 
   void begin(const Prefill<T>& p, int64_t head, int64_t first, int64_t count) {
+    constexpr int64_t kTerms = Operand<T>::kTerms;
     queries.assign(kQueries * p.columns(), 0);
-    weighed.assign(kQueries * p.width(), 0.0f);
-    std::fill_n(largest, kQueries, -kInfinity);
-    std::fill_n(total, kQueries, 0.0f);
-    std::fill_n(factor, kQueries, 1.0f);
+    output.assign(kQueries * p.width(), 0.0f);
+    std::fill_n(row_max, kQueries, std::numeric_limits<float>::lowest());  // scores may be -inf
+    std::fill_n(row_sum, kQueries, 0.0f);
+    std::fill_n(rescale, kQueries, 1.0f);
     for (int64_t i = 0; i < count; ++i) {
       const T* query = p.q + head * p.q_head + (first + i) * p.q_token;
       for (int64_t c = 0; c < p.columns(); ++c)
-        queries[i * p.columns() + c] = Terms<T>::join(query + c * Terms<T>::kTerms, 1, p.head_dim - c * Terms<T>::kTerms);
+        queries[i * p.columns() + c] = Operand<T>::join(query + c * kTerms, 1, p.head_dim - c * kTerms);
     }
+  }
+
+  // Weights of query i, whose scores are row r, for the keys [low, high) of a block; those of other keys are 0.
+  void online_softmax(int64_t i, int64_t r, int64_t low, int64_t high, float scale) {
+    float* of_keys = scores + r * kKeys;
+    Element* to = weights + r * Packed<T>::kValues;
+    rescale[i] = 1.0f;
+    if (low >= high) {
+      std::fill_n(to, Packed<T>::kValues, Element{});
+      return;
+    }
+    mask_outside(of_keys, low, high, -kInfinity);
+    Floats most = load(of_keys);
+    for (int64_t j = kLanes; j < kKeys; j += kLanes) {
+      const Floats other = load(of_keys + j);
+      most = most > other ? most : other;
+    }
+    const float before = row_max[i], largest = std::max(before, maximum(most) * scale);
+    if (largest > before) rescale[i] = exponential(Floats{} + (before - largest))[0];
+    for (int64_t j = 0; j < kKeys; j += kLanes) {
+      const Floats powers = exponential(load(of_keys + j) * scale - largest);
+      std::memcpy(of_keys + j, &powers, sizeof powers);
+    }
+    mask_outside(of_keys, low, high, 0.0f);
+    Floats sums = {};
+    for (int64_t j = 0; j < kKeys; j += kLanes) {
+      sums += load(of_keys + j);
+      Operand<T>::store(load(of_keys + j), to + j / Operand<T>::kTerms);
+    }
+    row_max[i] = largest;
+    row_sum[i] = row_sum[i] * rescale[i] + sum(sums);
   }
 };
 
 // scores[r, j] = q_r · k_j of kRows queries and all keys of a block.
 template <typename T>
-void score(const typename Terms<T>::Element* queries, const typename Terms<T>::Element* keys, int64_t columns,
+void score(const typename Operand<T>::Element* queries, const typename Operand<T>::Element* keys, int64_t columns,
            float* scores) {
   for (int64_t j = 0; j < kKeys; j += kVectors * kLanes) {
     Floats totals[kRows][kVectors] = {};
@@ -151,69 +190,34 @@ void score(const typename Terms<T>::Element* queries, const typename Terms<T>::E
       for (int r = 0; r < kRows; ++r)
 #pragma GCC unroll 4
         for (int i = 0; i < kVectors; ++i)
-          Terms<T>::add(totals[r][i], keys + c * kKeys + j + i * kLanes, queries[r * columns + c]);
+          Operand<T>::add(totals[r][i], keys + c * kKeys + j + i * kLanes, queries[r * columns + c]);
     for (int r = 0; r < kRows; ++r)
-      for (int i = 0; i < kVectors; ++i) std::memcpy(scores + r * kKeys + j + i * kLanes, &totals[r][i], sizeof(Floats));
+      for (int i = 0; i < kVectors; ++i)
+        std::memcpy(scores + r * kKeys + j + i * kLanes, &totals[r][i], sizeof(Floats));
   }
 }
 
-// Whole registers are named by constants only where loops are unrolled: else they would lie in memory.
+// Unrolled, so that the totals stay in registers.
 //
-// weighed[r, j] = factor[r] · weighed[r, j] + Σ_i p[r, i] v[i, j] of kRows queries and kCount registers of columns.
+// output[r, j] = rescale[r] · output[r, j] + Σ_i p[r, i] v[i, j] of kRows queries and kCount registers of columns.
 template <int kCount, typename T>
-void weigh(const typename Terms<T>::Element* p, const float* factor, const typename Terms<T>::Element* values,
-           int64_t count, int64_t width, float* weighed) {
+void accumulate_values(const typename Operand<T>::Element* p, const float* rescale,
+                       const typename Operand<T>::Element* values, int64_t count, int64_t width, float* output) {
   Floats totals[kRows][kCount];
 #pragma GCC unroll 6
   for (int r = 0; r < kRows; ++r)
 #pragma GCC unroll 4
-    for (int j = 0; j < kCount; ++j) totals[r][j] = load(weighed + r * width + j * kLanes) * factor[r];
+    for (int j = 0; j < kCount; ++j) totals[r][j] = load(output + r * width + j * kLanes) * rescale[r];
   for (int64_t i = 0; i < count; ++i)
 #pragma GCC unroll 6
     for (int r = 0; r < kRows; ++r)
 #pragma GCC unroll 4
       for (int j = 0; j < kCount; ++j)
-        Terms<T>::add(totals[r][j], values + i * width + j * kLanes, p[r * Packed<T>::kValues + i]);
+        Operand<T>::add(totals[r][j], values + i * width + j * kLanes, p[r * Packed<T>::kValues + i]);
 #pragma GCC unroll 6
   for (int r = 0; r < kRows; ++r)
 #pragma GCC unroll 4
-    for (int j = 0; j < kCount; ++j) std::memcpy(weighed + r * width + j * kLanes, &totals[r][j], sizeof(Floats));
-}
-
-inline void hide(float* scores, int64_t low, int64_t high, float value) {
-  if (low > 0) std::fill_n(scores, low, value);
-  if (high < kKeys) std::fill(scores + high, scores + kKeys, value);
-}
-
-// Weights of the keys [low, high) of the block from their scores; those of others are 0.
-template <typename T>
-void soften(float* scores, int64_t low, int64_t high, float scale, float& largest, float& total, float& factor,
-            typename Terms<T>::Element* weights) {
-  factor = 1.0f;
-  if (low >= high) {
-    std::fill_n(weights, Packed<T>::kValues, typename Terms<T>::Element{});
-    return;
-  }
-  hide(scores, low, high, -kInfinity);
-  Floats most = load(scores);
-  for (int64_t j = kLanes; j < kKeys; j += kLanes) {
-    const Floats other = load(scores + j);
-    most = most > other ? most : other;
-  }
-  const float before = largest;
-  largest = std::max(before, maximum(most) * scale);
-  if (largest > before) factor = exponential(Floats{} + (before - largest))[0];
-  for (int64_t j = 0; j < kKeys; j += kLanes) {
-    const Floats powers = exponential(load(scores + j) * scale - largest);
-    std::memcpy(scores + j, &powers, sizeof powers);
-  }
-  hide(scores, low, high, 0.0f);
-  Floats sums = {};
-  for (int64_t j = 0; j < kKeys; j += kLanes) {
-    sums += load(scores + j);
-    Terms<T>::store(load(scores + j), weights + j / Terms<T>::kTerms);
-  }
-  total = total * factor + sum(sums);
+    for (int j = 0; j < kCount; ++j) std::memcpy(output + r * width + j * kLanes, &totals[r][j], sizeof(Floats));
 }
 
 template <typename T>
@@ -231,21 +235,21 @@ void attend(const Prefill<T>& p, const Packed<T>& packed, int64_t kv_head, int64
       score<T>(block.queries.data() + r * p.columns(), keys, p.columns(), block.scores);
       for (int64_t i = r; i < std::min(r + kRows, count); ++i) {
         const int64_t low = p.window ? position + i - p.window + 1 - start : 0, high = position + i + 1 - start;
-        soften<T>(block.scores + (i - r) * kKeys, std::clamp<int64_t>(low, 0, kKeys),
-                  std::clamp<int64_t>(high, 0, kKeys), p.scale, block.largest[i], block.total[i], block.factor[i],
-                  block.weights + (i - r) * Packed<T>::kValues);
+        block.online_softmax(i, i - r, std::clamp<int64_t>(low, 0, kKeys), std::clamp<int64_t>(high, 0, kKeys),
+                             p.scale);
       }
       int64_t j = 0;
-      float* weighed = block.weighed.data() + r * width;
+      float* output = block.output.data() + r * width;
+      const float* rescale = block.rescale + r;
       for (; j + kVectors * kLanes <= width; j += kVectors * kLanes)
-        weigh<kVectors, T>(block.weights, block.factor + r, values + j, elements<T>(held), width, weighed + j);
+        accumulate_values<kVectors, T>(block.weights, rescale, values + j, elements<T>(held), width, output + j);
       for (; j < width; j += kLanes)
-        weigh<1, T>(block.weights, block.factor + r, values + j, elements<T>(held), width, weighed + j);
+        accumulate_values<1, T>(block.weights, rescale, values + j, elements<T>(held), width, output + j);
     }
   }
   for (int64_t i = 0; i < count; ++i)
     for (int64_t d = 0; d < p.head_dim; ++d)
-      store(p.out + ((first + i) * p.heads + head) * p.head_dim + d, block.weighed[i * width + d] / block.total[i]);
+      store(p.out + ((first + i) * p.heads + head) * p.head_dim + d, block.output[i * width + d] / block.row_sum[i]);
 }
 
 template <typename T>

@@ -88,6 +88,13 @@ inline Words load_words(const void* from) {
 inline Floats even(Words pairs) { return reinterpret_cast<Floats>(pairs << 16); }
 inline Floats odd(Words pairs) { return reinterpret_cast<Floats>(pairs & 0xffff0000u); }
 
+#if defined(__AVX512BF16__)
+// total + a₀ b₀ + a₁ b₁ in each lane, of pairs of bfloat16.
+inline Floats dot_pairs(Floats total, Words a, Words b) {
+  return (Floats)_mm512_dpbf16_ps((__m512)total, (__m512bh)a, (__m512bh)b);
+}
+#endif
+
 #if defined(__AVX2__)
 // Four sums in one register, of which the lanes of x are added up in pairs.
 inline __m128 quarter(Floats x) {

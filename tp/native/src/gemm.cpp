@@ -1,4 +1,4 @@
-// y = x Wᵀ + b for many rows of x, in bfloat16, on CPUs with instructions for it.
+// y = x Wᵀ + b for many rows of x (GEMM), in bfloat16, on CPUs with instructions for it.
 //
 // A panel of weights is packed for each call: registers then hold a pair of columns of as many outputs as they have
 // lanes, and every row of x meets the panel in the cache. Products are accumulated in float32, over columns in their
@@ -24,7 +24,7 @@ constexpr int64_t kColumns = 2048;             // of a panel: 256 KiB
 constexpr int64_t kMostRows = 2048;            // that meet a packed panel: their totals are 512 KiB
 
 template <typename Weight>
-struct Product {
+struct Gemm {
   const BFloat16* x;     // [rows, columns], with a stride between rows
   int64_t x_stride;
   const Weight* weight;  // [out, columns]; columns is even
@@ -48,7 +48,7 @@ void pack_square(const int8_t* weight, int64_t columns, int64_t count, int64_t p
 
 // Outputs [n, n + count) and columns [k, k + size) as panel[pair, output], zeros for outputs beyond.
 template <typename Weight>
-void pack(const Product<Weight>& p, int64_t n, int64_t count, int64_t k, int64_t size, int64_t width, uint32_t* panel) {
+void pack(const Gemm<Weight>& p, int64_t n, int64_t count, int64_t k, int64_t size, int64_t width, uint32_t* panel) {
   for (int64_t i = 0; i < width; i += kLanes)
     for (int64_t j = 0; j < size; j += 2 * kLanes)
       pack_square(p.weight + (n + i) * p.columns + k + j, p.columns, std::min(kLanes, count - i),
@@ -65,17 +65,15 @@ void tile(const BFloat16* x, int64_t x_stride, const uint32_t* panel, int64_t pa
 #pragma GCC unroll 4
     for (int i = 0; i < kTileVectors; ++i) sums[m][i] = load(totals + m * kStride + i * kLanes);
   for (int64_t k = 0; k < pairs; ++k) {
-    __m512bh weights[kTileVectors];
+    Words weights[kTileVectors];
 #pragma GCC unroll 4
-    for (int i = 0; i < kTileVectors; ++i) weights[i] = (__m512bh)load_words(panel + k * kStride + i * kLanes);
+    for (int i = 0; i < kTileVectors; ++i) weights[i] = load_words(panel + k * kStride + i * kLanes);
 #pragma GCC unroll 6
     for (int m = 0; m < kTileRows; ++m) {
-      int pair;
+      uint32_t pair;
       std::memcpy(&pair, x + m * x_stride + 2 * k, sizeof pair);
-      const auto of_x = (__m512bh)_mm512_set1_epi32(pair);
 #pragma GCC unroll 4
-      for (int i = 0; i < kTileVectors; ++i)
-        sums[m][i] = (Floats)_mm512_dpbf16_ps((__m512)sums[m][i], weights[i], of_x);
+      for (int i = 0; i < kTileVectors; ++i) sums[m][i] = dot_pairs(sums[m][i], weights[i], Words{} + pair);
     }
   }
 #pragma GCC unroll 6
@@ -94,7 +92,7 @@ void tile_of(int64_t rows, const BFloat16* x, int64_t x_stride, const uint32_t* 
 
 // y[row, n … n + count) from the totals.
 template <typename Weight>
-void finish(const Product<Weight>& p, int64_t row, int64_t n, int64_t count, const float* totals) {
+void finish(const Gemm<Weight>& p, int64_t row, int64_t n, int64_t count, const float* totals) {
   BFloat16* y = p.y + row * p.out + n;
   for (int64_t i = 0; i < count; i += kLanes) {
     const int64_t lanes = std::min(kLanes, count - i);
@@ -111,7 +109,7 @@ void finish(const Product<Weight>& p, int64_t row, int64_t n, int64_t count, con
 
 // Outputs [n, n + count) of all rows, at most kPanelVectors registers of them.
 template <int kPanelVectors, typename Weight>
-void panel(const Product<Weight>& p, int64_t n, int64_t count, uint32_t* packed, float* totals) {
+void panel(const Gemm<Weight>& p, int64_t n, int64_t count, uint32_t* packed, float* totals) {
   constexpr int64_t kStride = kPanelVectors * kLanes;
   std::fill_n(totals, p.rows * kStride, 0.0f);
   for (int64_t k = 0; k < p.columns; k += kColumns) {
@@ -128,15 +126,15 @@ void panel(const Product<Weight>& p, int64_t n, int64_t count, uint32_t* packed,
 }
 
 template <typename Weight>
-void matrix_product(const Product<Weight>& p, int threads) {
+void gemm(const Gemm<Weight>& p, int threads) {
   if (p.rows > kMostRows) {
-    Product<Weight> first = p, others = p;
+    Gemm<Weight> first = p, others = p;
     first.rows = kMostRows;
     others.rows -= kMostRows;
     others.x += kMostRows * p.x_stride;
     others.y += kMostRows * p.out;
-    matrix_product(first, threads);
-    return matrix_product(others, threads);
+    gemm(first, threads);
+    return gemm(others, threads);
   }
   in_parallel((p.out + kLanes - 1) / kLanes, threads, [&](int64_t first, int64_t last) {
     thread_local std::vector<uint32_t> packed;
@@ -154,16 +152,24 @@ void matrix_product(const Product<Weight>& p, int threads) {
 }  // namespace tp
 
 // x: [rows, columns] with a stride between rows; weight: [out, columns]; scales, bias: [out] or null; y: [rows, out].
-#define TP_MATRIX_PRODUCT(NAME, WEIGHT)                                                                             \
+#define TP_GEMM(NAME, WEIGHT)                                                                             \
   int NAME(const tp::BFloat16* x, int64_t x_stride, const WEIGHT* weight, const float* scales,                      \
            const tp::BFloat16* bias, tp::BFloat16* y, int64_t rows, int64_t columns, int64_t out, int threads) {    \
-    const tp::Product<WEIGHT> product{x, x_stride, weight, scales, bias, y, rows, columns, out};                    \
-    return tp::perform([=] { return tp::matrix_product(product, threads), 0; });                                    \
+    const tp::Gemm<WEIGHT> gemm{x, x_stride, weight, scales, bias, y, rows, columns, out};                    \
+    return tp::perform([=] { return tp::gemm(gemm, threads), 0; });                                    \
   }
 
 extern "C" {
-TP_MATRIX_PRODUCT(tp_matrix_product_bfloat16, tp::BFloat16)
-TP_MATRIX_PRODUCT(tp_matrix_product_bfloat16_int8, int8_t)
+TP_GEMM(tp_gemm_bfloat16, tp::BFloat16)
+TP_GEMM(tp_gemm_bfloat16_int8, int8_t)
 }
 
 #endif
+
+extern "C" int tp_multiplies_bfloat16() {
+#if defined(__AVX512BF16__)
+  return 1;
+#else
+  return 0;
+#endif
+}
