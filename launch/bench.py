@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 DESCRIPTION = """\
 How prefill, decode and training scale over ranks and layouts. t = 1 takes part in every round, and all degrees have the
 same number of threads in all. Speed-up, efficiency, time in collectives, and the share of what the machine can do."""
-TABLE_WIDTH = 180
+TABLE_WIDTH = 200
 """Of tables that are written to a file."""
 
 
@@ -53,7 +53,7 @@ def _run(arguments: argparse.Namespace, terminal: Terminal) -> None:
     from launch.benching.engines import Settings
     from launch.benching.measure import measure, turns_of
     from launch.benching.progress import SweepDisplay
-    from launch.benching.recorder import Recorder, remaining
+    from launch.benching.recorder import Recorder
     from launch.benching.results_file import ResultsFile, complete_cases
     from launch.benching.subject import Subject
     from launch.benching.tracing import trace
@@ -63,7 +63,8 @@ def _run(arguments: argparse.Namespace, terminal: Terminal) -> None:
     about = _about(arguments, subject)
     file = None if arguments.json is None else ResultsFile(arguments.json, about, resumes=arguments.resume)
     expected = {case: sweep.forms_of(case) for case in sweep.cases()}
-    cases = remaining(file, expected, complete_cases(file.rows if file else [], expected))
+    complete = complete_cases(file.rows if file else [], expected)
+    cases = [case for case in expected if case not in complete]
     settings = Settings(
         arguments.runs, arguments.warm_ups, arguments.patience, arguments.device, arguments.backend, arguments.gguf
     )

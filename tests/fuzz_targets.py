@@ -415,10 +415,12 @@ class Results(Target):
         self.file = directory / "rows.json"
         results = ResultsFile(self.file, self.about, resumes=False)
         for case in cases:
+            rows = []
             for form in forms:
                 limit = Limit("memory", spread, spread) if case.phase == "decode" else None
                 collectives = Collectives(spread, spread, spread, 4, 100, 2, 50) if form.tp_size > 1 else None
-                results.add_row(Row(case, form, 1, 8, spread, spread, spread, spread, collectives, limit))
+                rows.append(Row(case, form, 1, 8, spread, spread, spread, spread, collectives, limit))
+            results.put(rows)
         results.add_failure("own tp=2", "decode", "it died")
         self.lines = [json.loads(line) for line in self.file.read_text().splitlines()]
 

@@ -117,7 +117,7 @@ def test_time_in_collectives_is_that_of_their_own_clock(clock, model_text, layou
     rows = rows_of(case, Measured(samples, "memory", {}), dict.fromkeys(samples, 1.0), model.config.num_layers)
     assert rows[1].collectives.milliseconds.median == pytest.approx(later.calls / 4 * 5.0, rel=0.1)
     assert rows[1].collectives.calls_a_layer == later.calls / 4 / model.config.num_layers
-    assert tables(rows)[0].rows[1][3] == "0.50x: slower than t = 1"
+    assert tables(rows)[0].rows[1][3] == "0.50x (0.50 to 0.50): slower than t = 1"
 
 
 def test_a_training_step_has_its_collectives_of_forward_and_backward(clock, model_text):

@@ -9,11 +9,11 @@ import pytest
 
 from launch.benching.charts import Bar, charts
 from launch.benching.plots import data_of, draw
-from launch.benching.recorder import Recorder, remaining
+from launch.benching.recorder import Recorder
 from launch.benching.results_file import ResultsFile, complete_cases, read_results
 from launch.benching.rows import Measured, Row, Sample, rows_of
 from launch.benching.sweep import Case, Form
-from launch.benching.table import markdown, print_tables, summary, tables
+from launch.benching.table import markdown, print_tables, speed_up_text, summary, tables
 from launch.measurement.engine.requests import TrainingAnswer
 from launch.measurement.requests import Communication, DecodeAnswer
 from launch.measurement.spread import Spread
@@ -124,14 +124,23 @@ def test_samples_are_what_the_case_is_about():
 def test_a_speed_up_below_one_is_called_slower():
     shown = tables(decode_rows())[0]
     assert shown.title == "decode, bfloat16, batch 3, 64 + 5 tokens, strong scaling"
-    assert [row[3] for row in shown.rows] == ["1 (t = 1)", "0.62x: slower than t = 1", "0.38x: slower than t = 1"]
-    assert tables(prefill_rows())[0].rows[1][3] == "2.50x"
-    assert "own tp=2 replicate 30.0 ms a token, 0.62x: slower than t = 1" in summary(decode_rows())
+    slower = ["0.62x (0.56 to 0.69): slower than t = 1", "0.38x (0.31 to 0.44): slower than t = 1"]
+    assert [row[3] for row in shown.rows] == ["1 (t = 1)", *slower]
+    assert tables(prefill_rows())[0].rows[1][3] == "2.50x (2.50 to 2.50)"
+    assert f"own tp=2 replicate 30.0 ms a token, {slower[0]}" in summary(decode_rows())
+
+
+def test_what_the_rounds_disagree_about_is_not_called_slower():
+    assert speed_up_text(Spread.of([0.7, 0.9, 1.1, 1.3, 0.8]), False) == "0.90x (0.80 to 1.10)"
+    assert speed_up_text(Spread.of([0.7, 0.9, 0.99, 1.3, 0.8]), False) == "0.90x (0.80 to 0.99): slower than t = 1"
+    assert speed_up_text(Spread.of([0.9, 0.9, 0.998]), False) == "0.90x (0.90 to 0.95): slower than t = 1"
+    assert speed_up_text(Spread.of([0.9, 0.9, 0.998, 0.998]), False) == "0.95x (0.90 to 1.00)"
 
 
 def test_the_cells_of_a_row():
     assert tables(decode_rows())[0].rows[1] == (
-        "t = 2, replicate (2 x 1)", "30.0 (25.0 to 35.0; 20.0 to 40.0)", "112.5", "0.62x: slower than t = 1", "62%",
+        "t = 2, replicate (2 x 1)", "30.0 (25.0 to 35.0; 20.0 to 40.0)", "112.5",
+        "0.62x (0.56 to 0.69): slower than t = 1", "62%",
         "2.00 ms, 8%", "2.0, 200 B", "25% of 3.0 GB/s",
     )  # fmt: skip
     assert tables(decode_rows())[0].rows[2][0] == "vllm tp=2 (2 x 1)"
@@ -181,7 +190,7 @@ def test_rows_and_failures_are_in_the_file_as_soon_as_they_are_known(tmp_path):
         recorder.failures("serving", {"vllm tp=1": "no wheel"})
     recorder.rows(decode_rows())
     kinds = [json.loads(line)["kind"] for line in path.read_text().splitlines()]
-    assert kinds == ["settings", "row", "row", "failure", "row", "row", "row"]
+    assert kinds == ["settings", *["row"] * 5, "failure"]
     assert recorder.failure_lines() == ["vllm tp=1 (serving): no wheel"]
     assert recorder.all_rows([DECODE, PREFILL]) == [*decode_rows(), *prefill_rows()]
 
@@ -190,19 +199,32 @@ def test_a_sweep_goes_on_where_it_was_interrupted(tmp_path):
     """A case half measured, and a line half written: both are done again; a case of another sweep stays."""
     path = tmp_path / "rows.jsonl"
     before = ResultsFile(path, SETTINGS, resumes=False)
-    for row in [*prefill_rows(), *decode_rows()[:2]]:
-        before.add_row(row)
+    before.put(prefill_rows())
+    before.put(decode_rows()[:2])
     with path.open("a") as out:
         out.write('{"kind": "row", "case": {"sca')
     expected = {PREFILL: [ALONE, SHARDED], DECODE: [ALONE, REPLICATE, PEER]}
     file = ResultsFile(path, {**SETTINGS, "date": "2026-01-03"}, resumes=True)
-    assert remaining(file, expected, complete_cases(file.rows, expected)) == [DECODE]
-    assert read_results(path)[1] == file.rows == prefill_rows()
-    assert remaining(file, [DECODE], complete_cases(file.rows, {DECODE: [ALONE]})) == [DECODE]
+    assert complete_cases(file.rows, expected) == {PREFILL}
+    assert read_results(path)[1] == file.rows == [*prefill_rows(), *decode_rows()[:2]], "until there are others"
     recorder = Recorder(file, Display())
+    recorder.rows([])
+    assert read_results(path)[1] == file.rows
     recorder.rows(decode_rows())
-    assert read_results(path)[1] == [*prefill_rows(), *decode_rows()]
+    assert read_results(path)[1] == recorder.all_rows(expected) == [*prefill_rows(), *decode_rows()]
     assert complete_cases(read_results(path)[1], expected) == {PREFILL, DECODE}
+    file.put(decode_rows()[:1])
+    assert read_results(path)[1] == [*prefill_rows(), *decode_rows()[:1]], "none of other rounds is left"
+
+
+def test_of_rows_that_stand_twice_the_later_counts(tmp_path):
+    path = tmp_path / "rows.jsonl"
+    ResultsFile(path, SETTINGS, resumes=False).put(prefill_rows())
+    first, alone, ranks = path.read_text().splitlines(keepends=True)
+    earlier = alone.replace('"median": 10.0', '"median": 11.0')
+    assert earlier != alone
+    path.write_text(first + earlier + ranks + alone)
+    assert read_results(path)[1] == prefill_rows()
 
 
 def test_another_degree_makes_a_case_incomplete():
@@ -221,7 +243,7 @@ def test_another_degree_makes_a_case_incomplete():
 )
 def test_a_file_of_other_settings_is_refused_in_one_line(tmp_path, change, told):
     path = tmp_path / "rows.jsonl"
-    ResultsFile(path, SETTINGS, resumes=False).add_row(prefill_rows()[0])
+    ResultsFile(path, SETTINGS, resumes=False).put(prefill_rows()[:1])
     before = path.read_bytes()
     with pytest.raises(RequestError, match="was measured with other settings") as caught:
         ResultsFile(path, {**SETTINGS, **change}, resumes=True)
@@ -232,6 +254,7 @@ def test_a_file_of_other_settings_is_refused_in_one_line(tmp_path, change, told)
 @pytest.mark.parametrize(
     "content, told",
     [("[1]\n", "line 1: it is no JSON object"), ('{"kind": "row"}\n', "its first line"),
+     ("a diary", "its first line"), ('{"kind": "settings of', "its first line"),
      ('{"kind": "settings"}\n{"kind": "row", "case": {}}\n', "a row that makes no sense")],
 )  # fmt: skip
 def test_a_file_of_something_else_is_refused(tmp_path, content, told):
@@ -251,6 +274,14 @@ def test_a_file_that_is_there_is_not_written_over(tmp_path):
     ResultsFile(tmp_path / "new.jsonl", SETTINGS, resumes=True)
     with pytest.raises(RequestError, match="cannot be written"):
         ResultsFile(tmp_path / "no" / "rows.jsonl", SETTINGS, resumes=False)
+
+
+@pytest.mark.parametrize("written", ["", '{"ki', '{"kind": "settings", "date": "20'])
+def test_a_first_line_that_was_cut_off_is_written_anew(tmp_path, written):
+    path = tmp_path / "rows.jsonl"
+    path.write_text(written)
+    assert ResultsFile(path, SETTINGS, resumes=True).rows == []
+    assert read_results(path) == (SETTINGS, [])
 
 
 def test_charts_show_speed_up_efficiency_and_what_times_are_made_of():

@@ -101,7 +101,7 @@ def test_a_speed_up_below_one_is_printed_as_such(config_file, engine, capsys):
     before = descendants()
     assert main(command(config_file)) == 0
     shown = capsys.readouterr()
-    assert shown.out.count("0.50x: slower than t = 1") == 6
+    assert shown.out.count("0.50x (0.50 to 0.50): slower than t = 1") == 6
     assert "t = 2, replicate (2 x 1)" in shown.out and "t = 1 (1 x 2)" in shown.out
     assert "2.00 ms, 5%" in shown.out  # of 40 ms of prefill
     assert shown.err.count("slower than t = 1") == 6
@@ -168,6 +168,21 @@ def test_an_interruption_leaves_rows_and_no_process(config_file, engine, tmp_pat
     assert descendants() <= before
     assert {row.case.phase for row in read_results(path)[1]} == {"prefill"}
     monkeypatch.undo()
+
+
+def test_more_degrees_take_nothing_from_the_file_before_they_are_measured(config_file, engine, tmp_path, monkeypatch):
+    engine(ENGINE)
+    path = tmp_path / "rows.jsonl"
+    options = ["--phases", "prefill", "--json", path, "--resume"]
+    assert main(command(config_file, *options, "--tp", "1")) == 0
+    before = path.read_bytes()
+    assert len(read_results(path)[1]) == 1
+    with monkeypatch.context() as patched:
+        patched.setattr(recorder.Recorder, "turn", lambda *_: os.kill(os.getpid(), signal.SIGINT))
+        assert main(command(config_file, *options)) == 130
+    assert path.read_bytes() == before
+    assert main(command(config_file, *options)) == 0
+    assert [row.form.tp_size for row in read_results(path)[1]] == [1, 2, 2]
 
 
 @pytest.mark.long

@@ -166,7 +166,8 @@ def test_a_prefill_computes_a_third_of_a_training_step_without_the_ends_of_all_b
         for phase, new_tokens in (("train", 0), ("prefill", 1))
     )
     assert train == 200 * training_flops_per_token(config, 100)
-    ends = 2 * 198 * config.hidden_size * (config.vocab_size + 3 * config.intermediate_size)  # head and last MLP
+    heads = config.num_attention_heads * config.head_dim
+    ends = 2 * 198 * config.hidden_size * (config.vocab_size + heads + 3 * config.intermediate_size)  # head, last layer
     own_token = 4 * config.num_layers * config.num_attention_heads * config.head_dim * 100  # half of it, exactly
     assert prefill + ends == pytest.approx(train / 3 + own_token)
 
@@ -191,7 +192,6 @@ def test_dtypes_are_those_of_the_commands_where_none_is_asked_for():
         (["--dtype", "float16"], "--dtype float16 cannot be trained in"),
         (["--resume"], "--resume needs --json FILE"),
         (["--compare", "vllm"], "--compare needs --model"),
-        (["--patience", "0"], "--patience 0 leaves no time"),
         (["--markdown", "/nowhere/x.md"], "there is no directory /nowhere"),
     ],
 )  # fmt: skip
@@ -206,6 +206,9 @@ def test_what_cannot_be_measured_is_refused_in_one_line(config_file, argv, messa
         (["--phases", ","], "it is empty"),
         (["--compare", "llamafile"], "'llamafile' is not one of transformers, vllm, llama_cpp"),
         (["--tp", "0"], "'0' is not an integer of at least 1"),
+        (["--warm-ups", "0"], "'0' is not an integer of at least 1 .see"),
+        (["--patience", "0"], "'0' is not a number of seconds above 0"),
+        (["--patience", "nan"], "'nan' is not a number of seconds above 0"),
     ],
 )
 def test_names_that_there_are_not_are_refused_by_the_parser(argv, message):

@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from launch.arguments import check_config, check_model, place, positive
+from launch.arguments import check_config, check_model, place, positive, seconds
 from launch.benching.sweep import LAYOUTS, PHASES, SCALINGS, Form, Sweep, scaling_forms
 from launch.measurement.command_line import integers, names
 from launch.measurement.lineup import PEERS, available_cores
@@ -84,8 +84,6 @@ def check(arguments: argparse.Namespace) -> None:
         raise RequestError(f"--dtype {others[0]} cannot be trained in: leave train out of --phases")
     if "decode" in arguments.phases and min(arguments.new_tokens) < 2:
         raise RequestError("--new-tokens 1 leaves no time between tokens: decode needs at least 2")
-    if arguments.patience <= 0:
-        raise RequestError(f"--patience {arguments.patience:g} leaves no time for an answer: give it seconds")
     _check_files(arguments)
 
 
@@ -205,7 +203,7 @@ def _add_run_options(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--threads", type=positive, default=cores, metavar="N", help="in all, at any t (default: cores)")
     group.add_argument("--runs", type=positive, default=5, metavar="N", help="rounds that count (default 5)")
     group.add_argument("--warm-ups", type=positive, default=1, metavar="N", help="rounds before them (default 1)")
-    group.add_argument("--patience", type=float, default=600.0, metavar="S", help="for a load or a request (600 s)")
+    group.add_argument("--patience", type=seconds, default=600.0, metavar="S", help="for a load or a request (600 s)")
     group.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto")
     group.add_argument("--backend", choices=["auto", "nccl", "gloo"], default="auto", help="auto: nccl on GPUs")
 

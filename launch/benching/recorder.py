@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from launch.benching.measure import Result
 from launch.benching.progress import SweepDisplay
@@ -17,7 +17,7 @@ class Recorder:
     """The `Watcher` of `launch.benching.measure`.
 
     Args:
-        file: where rows and failures go, and come from; None: nowhere.
+        file: where rows and failures go, and earlier rows come from; None: nowhere.
         display: shows what goes on.
     """
 
@@ -34,12 +34,12 @@ class Recorder:
         self._display.turn(case, turn)
 
     def rows(self, rows: Sequence[Row]) -> None:
-        for row in rows:
-            self._rows.append(row)
-            if self._file is not None:
-                self._file.add_row(row)
-        if rows:
-            self._display.say(summary(rows))
+        if not rows:
+            return  # what the file has of the case is still the last that is known
+        self._rows = [*(row for row in self._rows if row.case != rows[0].case), *rows]
+        if self._file is not None:
+            self._file.put(rows)
+        self._display.say(summary(rows))
 
     def failures(self, about: str, reasons: Mapping[str, str]) -> None:
         for name, reason in reasons.items():
@@ -56,11 +56,3 @@ class Recorder:
     def failure_lines(self) -> list[str]:
         """One for each."""
         return [f"{name} ({about}): {reason}" for (about, name), reason in self._failed.items()]
-
-
-def remaining(file: ResultsFile | None, cases: Collection[Case], complete: Collection[Case]) -> list[Case]:
-    """What is still to be measured. Rows of these cases leave the file: rows of a case are of the same rounds."""
-    left = [case for case in cases if case not in complete]
-    if file is not None:
-        file.leave_out(left)
-    return left

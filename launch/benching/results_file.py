@@ -1,30 +1,32 @@
 """The rows of a sweep as lines of JSON: written as soon as they are measured, and gone on with after an interruption.
 
-The first line says what they are rows of. A line that an interruption cut off is left out.
+The first line says what they are rows of. A last line without its end is left out: something cut it off.
 """
 
 from __future__ import annotations
 
 import json
-import os
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from launch.benching.rows import Row
 from launch.benching.sweep import Case, Form
+from launch.output_files import write
 from tp.errors import RequestError
 from tp.json_objects import parse
 
 KIND = "kind"
 SETTINGS, ROW, FAILURE = "settings", "row", "failure"
 """Values of "kind"."""
+FIRST_LINE = json.dumps({KIND: SETTINGS}).removesuffix("}")
+"""What a file begins with, as far as it was written."""
 NOT_COMPARED = ("date",)
 """Settings that may differ between the parts of one sweep."""
 
 
 class ResultsFile:
-    """One file; each line is written by itself.
+    """One file, complete after each case and each failure.
 
     Args:
         path: of the file.
@@ -35,12 +37,13 @@ class ResultsFile:
         RequestError: the file is there and is not to be gone on with, or is of other settings, or cannot be written.
 
     Attributes:
-        rows: those that were there.
+        rows: those that are in it.
     """
 
     def __init__(self, path: Path, settings: Mapping[str, Any], *, resumes: bool) -> None:
         self.path = path
         self._settings = dict(settings)
+        self._failures: list[dict[str, Any]] = []
         self.rows: list[Row] = []
         if path.exists():
             if not resumes:
@@ -48,24 +51,17 @@ class ResultsFile:
             found, self.rows = read_results(path)
             if found is not None:
                 _check_same(path, found, self._settings)
-        self._rewrite()
+        self._write()
 
-    def leave_out(self, cases: Collection[Case]) -> None:
-        """Takes out the rows of these cases.
-
-        Raises:
-            RequestError: the file cannot be written.
-        """
-        self.rows = [row for row in self.rows if row.case not in cases]
-        self._rewrite()
-
-    def add_row(self, row: Row) -> None:
-        """Writes a row, at once.
+    def put(self, rows: Sequence[Row]) -> None:
+        """Writes the rows of a case, in place of those that it had: rows of a case are of the same rounds.
 
         Raises:
-            RequestError: it cannot be written.
+            RequestError: they cannot be written.
         """
-        self._append(_row_line(row))
+        cases = {row.case for row in rows}
+        self.rows = [*(row for row in self.rows if row.case not in cases), *rows]
+        self._write()
 
     def add_failure(self, contestant: str, about: str, reason: str) -> None:
         """Writes down who failed.
@@ -73,27 +69,20 @@ class ResultsFile:
         Raises:
             RequestError: it cannot be written.
         """
-        self._append({KIND: FAILURE, "contestant": contestant, "about": about, "reason": reason})
+        self._failures.append({"contestant": contestant, "about": about, "reason": reason})
+        self._write()
 
-    def _append(self, record: Mapping[str, Any]) -> None:
-        try:
-            with self.path.open("a", encoding="utf-8") as out:
-                out.write(json.dumps(record) + "\n")
-        except OSError as error:
-            raise RequestError(f"--json {self.path} cannot be written: {error.strerror or error}") from error
-
-    def _rewrite(self) -> None:
-        lines = [{KIND: SETTINGS, **self._settings}, *map(_row_line, self.rows)]
-        unfinished = self.path.with_name(f".{self.path.name}.unfinished")
-        try:
-            unfinished.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
-            os.replace(unfinished, self.path)
-        except OSError as error:
-            raise RequestError(f"--json {self.path} cannot be written: {error.strerror or error}") from error
+    def _write(self) -> None:
+        records = [
+            {KIND: SETTINGS, **self._settings},
+            *({KIND: ROW, **row.to_json()} for row in self.rows),
+            *({KIND: FAILURE, **failure} for failure in self._failures),
+        ]
+        write("--json", self.path, "".join(json.dumps(record) + "\n" for record in records).encode())
 
 
 def read_results(path: Path) -> tuple[dict[str, Any] | None, list[Row]]:
-    """The settings and the rows of a file; no settings where it has no lines.
+    """The settings and the rows of a file; of rows that stand twice the later. No settings where it has no lines.
 
     Raises:
         RequestError: it cannot be read, or holds something else.
@@ -103,13 +92,14 @@ def read_results(path: Path) -> tuple[dict[str, Any] | None, list[Row]]:
     except OSError as error:
         raise RequestError(f"--json {path} cannot be read: {error.strerror or error}") from error
     records = [_record(path, number, line) for number, line in enumerate(lines[:-1], start=1)]  # the last is cut off
-    if not records:
+    if not records and FIRST_LINE.startswith(lines[0][: len(FIRST_LINE)]):
         return None, []
-    if records[0].get(KIND) != SETTINGS:
+    if not records or records[0].get(KIND) != SETTINGS:
         raise RequestError(f"--json {path} is not a file of bench: its first line does not say what it is of")
     settings = {name: value for name, value in records[0].items() if name != KIND}
     try:
-        return settings, [Row.from_json(_without_kind(record)) for record in records if record.get(KIND) == ROW]
+        rows = [Row.from_json(_without_kind(record)) for record in records if record.get(KIND) == ROW]
+        return settings, list({(row.case, row.form): row for row in rows}.values())
     except ValueError as error:
         raise RequestError(f"--json {path} has a row that makes no sense: {error}") from error
 
@@ -145,10 +135,6 @@ def _record(path: Path, number: int, line: str) -> dict[str, Any]:
     if not isinstance(record, dict):
         raise RequestError(f"--json {path}, line {number}: it is no JSON object, so this is not a file of bench")
     return record
-
-
-def _row_line(row: Row) -> dict[str, Any]:
-    return {KIND: ROW, **row.to_json()}
 
 
 def _without_kind(record: Mapping[str, Any]) -> dict[str, Any]:

@@ -69,16 +69,17 @@ def about_text(settings: Mapping[str, Any]) -> str:
     return (
         f"{settings['model']}{weights}, {threads} thread{'s' if threads > 1 else ''} in all, on {where}; torch "
         f"{settings['packages']['torch']}. Medians of {runs} round{'s' if runs > 1 else ''} in turns, in brackets the "
-        f"quartiles, then the least and the most; {settings['warm_ups']} before them did not count."
+        f"quartiles, and of times the least and the most; {settings['warm_ups']} before them did not count."
     )
 
 
 def speed_up_text(speed_up: Spread, is_baseline: bool) -> str:
-    """How many times as fast as t = 1; what is slower is called so."""
+    """How many times as fast as t = 1, with quartiles; what is slower in three rounds of four is called so."""
     if is_baseline:
         return "1 (t = 1)"
-    shown = f"{speed_up.median:.2f}"
-    return f"{shown}x: slower than t = 1" if float(shown) < 1 else f"{shown}x"
+    low, high = f"{speed_up.lower_quartile:.2f}", f"{speed_up.upper_quartile:.2f}"
+    shown = f"{speed_up.median:.2f}x ({low} to {high})"
+    return f"{shown}: slower than t = 1" if float(high) < 1 else shown
 
 
 def summary(rows: Sequence[Row]) -> str:
