@@ -1,6 +1,6 @@
 """Decode from captured steps: the same logits and cache as plain steps, in fixed tensors, at every degree.
 
-Without a GPU, CUDA's way (padding to a few sizes, a scratch slot) is played: a capture keeps the computation, and its
+Without a GPU, CUDA's way (padding to a few sizes) is played: a capture keeps the computation, and its
 replay copies a new result into the old tensors.
 """
 
@@ -18,6 +18,7 @@ from pool import RankPool
 from tp.errors import CapacityError, CommunicationError
 from tp.generation import GenerationOptions
 from tp.generation import decode_graphs as decode_graphs_module
+from tp.generation import engine as engine_module
 from tp.generation.decode_graphs import Capture, CaptureError, CudaGraph, DecodeGraphs, Replay, Run, capture_for
 from tp.kernels import decode_attention as decode_attention_module
 from tp.layers import KVCache, SequenceSlice, ShardedLogits, Step
@@ -27,17 +28,19 @@ from tp.parallel import TensorParallelGroup
 CAPACITY = 14
 BATCHES = [
     [2],
-    [2, 0, 4],
-    [1],
+    [2, 0, 3],
+    [0, 3, 2],
+    [2, 3, 1],
     [4, 3, 2, 1, 0],
-    [0, 4, 2],
-    [3, 1, 4, 2],
-    [3],
-    [0, 1, 2, 3, 4],
+    [0, 4, 2, 1],
+    [0, 2, 1],
+    [2, 3, 4, 0, 1],
     [0, 3, 2, 4, 1],
     [1, 4, 0],
-    [2, 3, 1],
+    [1],
+    [1],
 ]
+"""Slots of each step. A sequence that is left out has ended, and the slot begins anew."""
 QWEN3 = {"model_type": "qwen3", "qkv_bias": False, "qk_norm": True, "sliding_windows": (3, 3)}
 
 
@@ -64,7 +67,7 @@ def largest_differences(
         prepare_for_inference(model, "int8")
     capture: Capture | None = Played(group.communicator) if way == "played" else capture_for(model)
     assert capture is not None
-    caches = [KVCache(model.config, group, 5 + slots, CAPACITY, dtype=dtype) for slots in (capture.scratch_slots, 0)]
+    caches = [KVCache(model.config, group, 5, CAPACITY, dtype=dtype) for _ in range(2)]
     graphs = DecodeGraphs(model, caches[0], capture)
     statistics = group.communicator.statistics
     lengths = [0] * 5
@@ -80,8 +83,7 @@ def largest_differences(
             statistics.reset()
             differences.append((graphs.next_token_logits(step).local - plain).abs().max().item())
             collectives.append((statistics.calls, statistics.bytes))
-            for slot in slots:
-                lengths[slot] += 1
+            lengths = [length + 1 if slot in slots else 0 for slot, length in enumerate(lengths)]
     for ours, plains in zip(caches[0].layers, caches[1].layers, strict=True):
         for slot, length in enumerate(lengths):
             torch.testing.assert_close(ours.key[slot, :, :length], plains.key[slot, :, :length])
@@ -135,6 +137,21 @@ def test_generation_is_the_same_with_and_without(ranks: RankPool, config: dict[s
     for ids, messages in ranks(2).run(ids_and_warnings, config):
         assert ids == expected
         assert not messages
+
+
+def test_padding_takes_no_memory_and_nothing_from_sequences_that_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prompts of one token, three in a step: it looks like a decode step, but others are in the cache already."""
+    model = tiny_model(TensorParallelGroup.alone(), max_batch_size=7, max_context=12)
+    prompts = [[5], [9], [7], [1], [3], [8], [1, 2, 3, 4, 5], [6, 2], [9, 8, 7, 6, 5, 4, 3, 2]]
+    results = []
+    for capture in (None, Played(model.group.communicator)):
+        monkeypatch.setattr(engine_module, "capture_for", lambda model, capture=capture: capture)
+        results.append(model.generate(prompts, GenerationOptions(9, prefill_chunk=3)))
+    plain, played = results
+    assert [sequence.new_ids for sequence in played.sequences] == [sequence.new_ids for sequence in plain.sequences]
+    for ours, plains in zip(played.sequences, plain.sequences, strict=True):
+        assert ours.logprobs == pytest.approx(plains.logprobs, abs=1e-5)
+    assert played.kv_bytes == plain.kv_bytes == KVCache.bytes_needed(model.config, model.group, 7, 12, model.dtype)
 
 
 def without_kernel(group: TensorParallelGroup) -> bool:

@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tp.choice import enabled, warn_once
 from tp.errors import first_line
 from tp.kernels.decode_attention import has_decode_attention
-from tp.kernels.linear import MOST_NATIVE_ROWS
+from tp.kernels.linear import MOST_SKINNY_ROWS
 from tp.layers.embedding import ShardedLogits
 from tp.layers.kv_cache import KVCache
 from tp.layers.step import Step
@@ -42,8 +42,6 @@ class CaptureError(Exception):
 class Capture(Protocol):
     """How computations are captured on a kind of device."""
 
-    scratch_slots: int
-    """Slots of the cache that are for padding."""
     most_sequences: int
     """Larger steps are not captured."""
 
@@ -63,7 +61,6 @@ class Capture(Protocol):
 class CudaGraph:
     """Captures into CUDA graphs of a few batch sizes: powers of two."""
 
-    scratch_slots = 1
     most_sequences = 256
 
     def __init__(self, communicator: Communicator) -> None:
@@ -101,8 +98,7 @@ class CudaGraph:
 class NativeTape:
     """Captures the calls of the C++ library that a step makes; it must consist of nothing else."""
 
-    scratch_slots = 0
-    most_sequences = MOST_NATIVE_ROWS
+    most_sequences = MOST_SKINNY_ROWS
 
     def __init__(self, communicator: Communicator) -> None:
         self._communicator = communicator
@@ -173,13 +169,12 @@ class CapturedStep:
     token_ids: Tensor
     slots: Tensor
     starts: Tensor
-    scratch_slot: int
     replay: Replay
     logits: ShardedLogits
 
     def run(self, step: Step) -> ShardedLogits:
         """The logits of `step`, which may have fewer sequences than the captured one; valid until the next run."""
-        fill(self.token_ids, self.slots, self.starts, self.scratch_slot, step)
+        fill(self.token_ids, self.slots, self.starts, step)
         self.replay()
         return self.of(step)
 
@@ -194,8 +189,8 @@ class DecodeGraphs:
     The first step of a size is left alone: it may set up what all later ones find. Where a step cannot be captured on
     some rank, all ranks go on without, with one warning.
 
-    Args:
-        cache: with `capture.scratch_slots` more slots than there are sequences; they come last.
+    A step without all slots of the cache may be padded: then token 0 is written to position 0 of a slot that is not in
+    it. So every slot that is in use has to be in every step.
     """
 
     def __init__(self, model: CausalLM, cache: KVCache, capture: Capture) -> None:
@@ -212,7 +207,7 @@ class DecodeGraphs:
         if self._model.model.tap is not None:  # it is Python, and sees every step
             return self._model.next_token_logits(step, self._cache)
         if not self._refused and step.num_tokens <= self._capture.most_sequences:
-            size = min(self._capture.size(step.num_tokens), self._cache.num_slots - self._capture.scratch_slots)
+            size = min(self._capture.size(step.num_tokens), self._cache.num_slots)
             if size in self._captured:
                 return self._captured[size].run(step)
             if size in self._met and (captured := self._capture_step(size, step)) is not None:
@@ -223,14 +218,13 @@ class DecodeGraphs:
 
     def _capture_step(self, size: int, step: Step) -> CapturedStep | None:
         """A capture of `step`, padded, which has been run; None where some rank cannot."""
-        scratch_slot = self._cache.num_slots - 1
         token_ids, slots, starts = (step.token_ids.new_zeros(size) for _ in range(3))
-        fill(token_ids, slots, starts, scratch_slot, step)
+        fill(token_ids, slots, starts, step)
         static = Step.of_decode(token_ids, slots, starts)
         captured, reason = None, None
         try:
             replay, logits = self._capture(lambda: self._model.next_token_logits(static, self._cache))
-            captured = CapturedStep(token_ids, slots, starts, scratch_slot, replay, logits)
+            captured = CapturedStep(token_ids, slots, starts, replay, logits)
         except CaptureError as error:
             reason = str(error)
         reasons = self._model.group.communicator.all_gather_object(reason)
@@ -241,12 +235,14 @@ class DecodeGraphs:
         return None
 
 
-def fill(token_ids: Tensor, slots: Tensor, starts: Tensor, scratch_slot: int, step: Step) -> None:
-    """Puts a step into the inputs of a captured one; padding is token 0 at position 0 of the scratch slot."""
+def fill(token_ids: Tensor, slots: Tensor, starts: Tensor, step: Step) -> None:
+    """Puts a step into the inputs of a captured one; padding is token 0 at position 0 of the first slot left over."""
     count = step.num_tokens
+    taken = {piece.slot for piece in step.sequences}
+    left_over = next(slot for slot in range(count + 1) if slot not in taken)  # of the cache wherever there is padding
     for static, given, padding in (
         (token_ids, step.token_ids, 0),
-        (slots, step.slots, scratch_slot),
+        (slots, step.slots, left_over),
         (starts, step.starts, 0),
     ):
         static[:count].copy_(given)

@@ -50,9 +50,8 @@ class GenerationSession:
         self._scheduler = Scheduler(self._states, request.num_slots, options.prefill_chunk)
         self._sampler = Sampler(options, self._end_ids, model.config.vocab_size)
         capture = capture_for(model)
-        num_slots = request.num_slots + (capture.scratch_slots if capture else 0)
         self._cache: KVCache | None = KVCache(
-            model.config, self._group, num_slots, request.capacity, dtype=model.dtype, device=self._group.device
+            model.config, self._group, request.num_slots, request.capacity, dtype=model.dtype, device=self._group.device
         )
         self._graphs = DecodeGraphs(model, self._cache, capture) if capture else None
         self._kv_bytes = self._cache.nbytes
@@ -126,7 +125,7 @@ class GenerationSession:
         if not rows:
             self._model.extend_cache(step, self._cache)
             return None
-        if self._graphs is not None and step.decodes:
+        if self._graphs is not None and pieces[0].state.decoding:  # then all running sequences are
             logits = self._graphs.next_token_logits(step)
         else:
             logits = self._model.next_token_logits(step, self._cache)
