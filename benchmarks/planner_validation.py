@@ -40,7 +40,7 @@ def measure(models: Sequence[Path], degrees: Sequence[int], rounds: int) -> None
     """Calibrates and times the models in the same rounds; then their memory."""
     directories = [model for model in models if model.is_dir()]
     measured = calibration.measure(degrees, DTYPE, [*SYNTHETIC, *local_time.subjects(directories)], rounds)
-    calibration.make_profile(measured, Precision.of(DTYPE)).write(PROFILE)
+    PROFILE.write_text(calibration.make_profile(measured, Precision.of(DTYPE)).to_json(), encoding="utf-8")
     rows = local_time.rows(directories, measured)
     local_time.STORED.write_text("\n".join(map(json.dumps, rows)) + "\n", encoding="utf-8")
     runs = memory.measure(models, degrees)

@@ -11,10 +11,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from launch.arguments import add_layout_option, add_output_options, place, positive
-from launch.output_files import check_file
+from launch.output_files import check_file, write
 from launch.planning.degrees import Degrees
 from launch.terminal import Terminal
 from tp.errors import CapacityError, RequestError
+from tp.planning.hardware import profile_names
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -35,7 +36,9 @@ def add_parser(commands: Any) -> None:
     """Adds the command and its options."""
     parser = commands.add_parser("plan", help="memory and speed on hardware that is not here", description=DESCRIPTION)
     parser.add_argument("--model", help="a directory in the Hub's layout, a config.json, a .gguf file or a Hub id")
-    parser.add_argument("--hardware", metavar="NAME|FILE", help="a profile by its name, or a file of --calibrate")
+    parser.add_argument(
+        "--hardware", metavar="NAME|FILE", help=f"a file of --calibrate, or one of {', '.join(profile_names())}"
+    )
     parser.add_argument("--nodes", type=positive, default=1, metavar="N", help="machines of that kind (default 1)")
     parser.add_argument(
         "--tp",
@@ -101,8 +104,6 @@ def _check_plan(arguments: argparse.Namespace) -> None:
     if not arguments.model:
         raise RequestError("--model is missing: a directory, a config.json, a .gguf file or a Hub id")
     if not arguments.hardware:
-        from tp.planning.hardware import profile_names
-
         raise RequestError(f"--hardware is missing: a file, or one of {', '.join(profile_names())}")
     if arguments.train and arguments.weights != "plain":
         raise RequestError("--train and --weights int8 contradict each other: int8 weights are for serving only")
@@ -172,7 +173,9 @@ def _plan_serving(arguments: argparse.Namespace, workload: Workload, terminal: T
     else:
         _show(terminal, lambda console: print_serving(console, arguments.model, workload, plans))
     if arguments.plot:
-        _plot(arguments, {plan.tp_size: workload.batch / plan.decode.seconds for plan in plans}, plans)
+        _plot(
+            arguments, workload, "decode", {plan.tp_size: workload.batch / plan.decode.seconds for plan in plans}, plans
+        )
     _refuse_if_nothing_fits(plans)
 
 
@@ -188,7 +191,7 @@ def _plan_training(arguments: argparse.Namespace, workload: Workload, terminal: 
         _show(terminal, lambda console: print_training(console, arguments.model, workload, plans))
     if arguments.plot:
         tokens = workload.batch * workload.context
-        _plot(arguments, {plan.tp_size: tokens / plan.step.seconds for plan in plans}, plans)
+        _plot(arguments, workload, "training", {plan.tp_size: tokens / plan.step.seconds for plan in plans}, plans)
     _refuse_if_nothing_fits(plans)
 
 
@@ -209,13 +212,26 @@ def _show(terminal: Terminal, render: Callable[[Console], None]) -> None:
 
 
 def _plot(
-    arguments: argparse.Namespace, rates: dict[int, float], plans: list[ServingPlan] | list[TrainingPlan]
+    arguments: argparse.Namespace,
+    workload: Workload,
+    what: str,
+    rates: dict[int, float],
+    plans: list[ServingPlan] | list[TrainingPlan],
 ) -> None:
     from launch.planning.plot import Curve, draw
+    from launch.planning.tables import amount
 
-    fits = [plan.placement.fits for plan in plans]
-    curve = Curve(Path(arguments.model).name, list(rates), list(rates.values()), fits)
-    draw([curve], f"{arguments.hardware}, batch {arguments.batch}", arguments.plot)
+    name, fits = model_name(arguments.model), [plan.placement.fits for plan in plans]
+    title = f"predicted {what} of {name} on {workload.profile.name}, {amount(workload)}"
+    write("--plot", arguments.plot, draw([Curve(name, list(rates), list(rates.values()), fits)], title))
+
+
+def model_name(model: str) -> str:
+    """What people call it: of a config.json, the directory that it is in."""
+    path = Path(model)
+    if path.name == "config.json":
+        return path.resolve().parent.name
+    return path.stem if path.suffix in (".json", ".gguf") else path.name
 
 
 def _refuse_if_nothing_fits(plans: list[ServingPlan] | list[TrainingPlan]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -11,7 +12,9 @@ import pytest
 from tiny_models import hub_config
 
 from launch.__main__ import main
-from launch.planning import calibration
+from launch.plan import model_name
+from launch.planning import calibration, plot
+from launch.planning.plot import figure_of
 from tp.planning.hardware import ANY_DEGREE, load_profile
 
 LARGE = {
@@ -71,6 +74,31 @@ def test_tables_say_what_does_not_fit_and_what_is_best(large: Path, capsys: pyte
     assert "does not fit: --tp 1 needs" in shown and "best for latency: --tp 4" in shown
 
 
+def test_tables_name_the_batch_the_limits_and_the_steps(large: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """Of a batch beyond what can be captured, a context that the model ends, and times from 30 ms to a second."""
+    options = ("--model", large, "--hardware", "h200", "--tp", "4,8", "--context", "512", "--prefill-chunk", "256")
+    degrees = planned(capfd, *options)["degrees"]
+    assert all(degree["throughput_batch"] == 256 < degree["largest_batch"] for degree in degrees)
+    assert all(degree["largest_context"] == 32768 for degree in degrees)
+    assert main(["plan", *map(str, options), "--batch", "8"]) == 0
+    shown = capfd.readouterr().out
+    for degree in planned(capfd, *options, "--batch", "8")["degrees"]:
+        rate = degree["throughput_tokens_per_s"] / degree["tp_size"]
+        assert f"{rate:,.1f} at batch 256" in shown
+        for times in (degree["decode"], degree["prefill"]):
+            for part, seconds in times["parts"].items():
+                assert part == "optimizer_s" or f" {1e3 * seconds:,.3f} " in shown
+    assert shown.count("32,768 (the model's)") == 2
+    assert "Parts of the prefill in steps of 256 tokens, ms" in shown
+    assert "fixed cost: layers" in shown and "collectives: bytes" in shown and "e+0" not in shown
+
+
+def test_help_lists_the_profiles(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["plan", "--help"])
+    assert "a100-80g, a100-80g-330w, b200" in " ".join(capsys.readouterr().out.split())
+
+
 def test_a_range_leaves_out_what_cannot_be_placed(large: Path, capfd: pytest.CaptureFixture[str]) -> None:
     plan = planned(capfd, "--model", large, "--hardware", "h200", "--tp", "5-40", "--nodes", "2")
     assert [degree["tp_size"] for degree in plan["degrees"]] == [5, 6, 7, 8, 10, 12, 14, 16]
@@ -94,10 +122,47 @@ def test_int8_weights_take_about_half(large: Path, capfd: pytest.CaptureFixture[
     assert int8["decode"]["seconds"] < plain["decode"]["seconds"]
 
 
-def test_a_plot_is_a_png_file(large: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_plot_says_of_what_it_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Two of the degrees have room for 146 GB."""
+    figures = []
+    monkeypatch.setattr(plot, "figure_of", lambda *asked: figures.append(figure_of(*asked)) or figures[-1])
+    (tmp_path / "two-small").mkdir()
+    config = tmp_path / "two-small" / "config.json"
+    config.write_text(json.dumps(LARGE))
     path = tmp_path / "plan.png"
-    planned(capfd, "--model", large, "--hardware", "H100", "--tp", "1,2,4,8", "--plot", path)
-    assert path.read_bytes().startswith(b"\x89PNG")
+    for options in (["--tp", "1,2,4,8"], ["--tp", "2,4", "--train"]):
+        main(["plan", "--model", str(config), "--hardware", "h100", *options, "--plot", str(path), "--json"])
+        assert path.read_bytes().startswith(b"\x89PNG")
+        path.unlink()
+    serving, training = (figure.axes[0] for figure in figures)
+    assert serving.get_title() == "predicted decode of two-small on H100, 1 sequence of 4,096 tokens"
+    assert training.get_title() == "predicted training of two-small on H100, 1 sequence of 4,096 tokens"
+    texts = [text.get_text() for text in serving.get_legend().get_texts()]
+    assert texts == ["two-small", "if nothing were lost", "does not fit"]
+
+
+def test_a_plot_of_ranges_has_them_and_numbers_as_people_write_them() -> None:
+    curve = plot.Curve("m", [1, 2], [4000.0, 7000.0], [True, True], [(3000.0, 4500.0), (6000.0, 7500.0)])
+    figure = figure_of([curve], "title")
+    figure.draw_without_rendering()
+    axes = figure.axes[0]
+    assert [text.get_text() for text in axes.get_legend().get_texts()][1:] == [
+        "if nothing were lost", "range of the prediction",
+    ]  # fmt: skip
+    (shaded,) = axes.collections
+    extent = shaded.get_paths()[0].get_extents()
+    assert (extent.ymin, extent.ymax) == (3000.0, 7500.0)
+    shown = [label.get_text() for label in axes.get_yticklabels(which="both")]
+    assert "5,000" in shown and not any("10" in text and "," not in text for text in shown)
+
+
+@pytest.mark.parametrize(
+    "model, name", [("/models/m-7b/config.json", "m-7b"), ("x/m.gguf", "m"), ("org/m-0.5b", "m-0.5b"), ("m.json", "m")]
+)
+def test_a_model_is_called_by_its_name(model: str, name: str) -> None:
+    assert model_name(model) == name
 
 
 def test_where_nothing_fits_the_plan_is_shown_and_the_status_is_five(
@@ -110,7 +175,7 @@ def test_where_nothing_fits_the_plan_is_shown_and_the_status_is_five(
 
 
 def test_a_profile_from_a_file(large: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    load_profile("H100").write(tmp_path / "mine.json")
+    (tmp_path / "mine.json").write_text(load_profile("H100").to_json())
     plan = planned(capfd, "--model", large, "--hardware", tmp_path / "mine.json", "--tp", "8")
     assert plan["hardware"] == "H100"
 
@@ -165,12 +230,36 @@ def test_what_a_calibration_cannot_write_is_refused_before_it_measures(
     assert "--calibrate has nothing to draw" in complaint(capsys, *options)[1]
 
 
+def test_a_profile_is_written_whole_or_not_at_all(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "here.json"
+    monkeypatch.setattr(calibration, "measure", lambda *_: None)
+    monkeypatch.setattr(calibration, "make_profile", lambda *_: load_profile("H100"))
+    assert main(["plan", "--calibrate", "--out", str(out)]) == 0
+    assert "each of 0 ranks" in capsys.readouterr().out
+    assert load_profile(str(out)) == load_profile("H100")
+    before = out.read_bytes()
+
+    def full(path: Path, content: bytes) -> None:
+        with path.open("wb") as half:
+            half.write(content[:100])
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_bytes", full)
+    monkeypatch.setattr(Path, "write_text", lambda path, text, **_: full(path, text.encode()))
+    assert (
+        complaint(capsys, "--calibrate", "--out", out)[1] == f"--out {out} cannot be written: No space left on device"
+    )
+    assert out.read_bytes() == before and list(tmp_path.iterdir()) == [out]
+
+
 def test_degrees_that_were_not_measured_are_left_out_of_ranges(
     large: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     profile = load_profile("H200")
     rates = profile.rates[ANY_DEGREE]
-    replace(profile, rates={2: rates, 4: rates}).write(tmp_path / "mine.json")
+    (tmp_path / "mine.json").write_text(replace(profile, rates={2: rates, 4: rates}).to_json())
     options = ("--model", large, "--hardware", tmp_path / "mine.json")
     for degrees in (["--tp", "1-8"], []):
         assert [degree["tp_size"] for degree in planned(capfd, *options, *degrees)["degrees"]] == [2, 4]
@@ -181,7 +270,8 @@ def test_a_profile_of_no_degree_that_the_model_has(
     large: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     profile = load_profile("H100")
-    replace(profile, ranks_per_node=128, rates={128: profile.rates[ANY_DEGREE]}).write(tmp_path / "mine.json")
+    large_only = replace(profile, ranks_per_node=128, rates={128: profile.rates[ANY_DEGREE]})
+    (tmp_path / "mine.json").write_text(large_only.to_json())
     status, said = complaint(capfd, "--model", large, "--hardware", tmp_path / "mine.json")
     assert status == 3 and "degree 128 is outside 1..64" in said
 

@@ -8,6 +8,7 @@ import random
 import pytest
 
 from launch.planning.synthetic import CASES, CONFIGS
+from tp.errors import RequestError
 from tp.planning.calibration import Observation, fit_rates
 from tp.planning.collectives import OPERATIONS, Line
 from tp.planning.fitting import fit_line, fit_nonnegative
@@ -79,6 +80,15 @@ def _rates(captured_collective_s: float | None) -> Rates:
         eager_step_s=5e-3,
         captured_collective_s=captured_collective_s,
     )
+
+
+def test_times_that_leave_none_for_reading_are_refused():
+    """The more is read, the faster it was: noise, which gives no rate."""
+    times = {"wide": 1e-3, "deep": 2e-3, "thin": 9e-3}
+    observations = [Observation(CONFIGS[name], "decode", 1, 28, seconds) for name, seconds in times.items()]
+    for some in (observations, [Observation(CONFIGS["wide"], "prefill", 1, 128, 0.1)]):
+        with pytest.raises(RequestError, match="leave none for reading memory"):
+            fit_rates(some, PRECISION, 1, Fabric(), 512)
 
 
 @pytest.mark.parametrize("tp_size", [1, 2])

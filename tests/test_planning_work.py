@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from norm_placement_models import COMBINATIONS, placement_config
@@ -13,10 +15,12 @@ from tp.layers import KVCache, Replicate, ShardTokens
 from tp.models import CausalLM, prepare_for_inference
 from tp.parallel import TensorParallelGroup
 from tp.parallel.communicator import AloneCommunicator
+from tp.planning.hardware import load_profile
 from tp.planning.parameters import RankModel, RankParameters
 from tp.planning.precision import Precision
 from tp.planning.step_collectives import Collective
-from tp.planning.work import decode_work, prefill_pieces, prefill_work, training_work
+from tp.planning.step_time import alike_time, step_time, total
+from tp.planning.work import decode_work, prefill_pieces, prefill_steps, prefill_work, training_work
 
 CONFIGS = {family: hub_config(family) for family in TINY_CONFIGS} | {
     "_".join(map(str, case)): placement_config(*case) for case in COMBINATIONS
@@ -124,3 +128,22 @@ def test_collectives_of_a_training_step_are_those_that_are_entered(ranks, family
     model = rank_model(ModelConfig.from_hf(config), 2)
     work = training_work(model, 2, 13, sharded=layout is ShardTokens, recomputed=recomputed)
     assert counted == _sums(work.collectives)
+
+
+def test_a_long_prefill_is_worked_out_once_for_all_steps_that_are_alike():
+    """Chunks that fall into prompts at ever other places, whose attention differs, and a window in one layer."""
+    plain = ModelConfig.from_hf(hub_config("llama"))
+    windows = (7, *(None,) * (plain.num_layers - 1))
+    profile, model = load_profile("h100"), rank_model(replace(plain, sliding_windows=windows), 1, dtype="bfloat16")
+    for batch, prompt, chunk in ((5, 23, 8), (3, 4, 16), (2, 64, 16), (1, 31, 1)):
+        alike = prefill_steps(model, batch, prompt, chunk)
+        each = [step for steps in alike for step in steps.each()]
+        assert len(each) == len(prefill_pieces(batch, prompt, chunk))
+        together = total([alike_time(steps, model.precision, profile, 1, 1) for steps in alike])
+        apart = total([step_time(step, model.precision, profile, 1, 1) for step in each])
+        assert vars(together) == pytest.approx(vars(apart), rel=1e-12)
+        assert sum(step.products[0].rows for step in each) == batch * prompt
+        if chunk > 1:
+            seen = sum(min(window or prompt, token) for window in windows for token in range(1, prompt + 1))
+            assert sum(step.attention_flops for step in each) == 4 * model.query_width * batch * seen
+    assert len(prefill_steps(model, 1, 5000, 1)) == 2  # of 5,000 steps, one gives a token

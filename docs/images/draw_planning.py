@@ -59,6 +59,7 @@ def curve(name: str) -> Curve:
         [plan.tp_size for plan in found],
         [1 / plan.decode.seconds for plan in found],
         [plan.placement.fits for plan in found],
+        [bounds(plan.decode, plan.placement.nodes) for plan in found],
     )
 
 
@@ -106,7 +107,7 @@ def main() -> None:
     if "--table" in sys.argv:
         print("\n".join(table()))
     title = f"predicted decode, one sequence of {CONTEXT:,} tokens, H100, eight a node"
-    draw([curve(name) for name in SHAPES], title, Path(__file__).with_name("planning.png"))
+    Path(__file__).with_name("planning.png").write_bytes(draw([curve(name) for name in SHAPES], title))
 
 
 if __name__ == "__main__":

@@ -159,12 +159,12 @@ class Child:
         return f"it {how}{self._last_words()}"
 
     def _last_words(self) -> str:
-        """The last line on its stderr, if any: with Python that is the error."""
+        """The last line on its stderr, if any: with Python, and with our commands, that is the error."""
         size = self._said.seek(0, os.SEEK_END)
         self._said.seek(max(0, size - 8192))
         lines = self._said.read().decode(errors="replace").split("\n")
         said = [line.strip() for line in lines if line.strip()]
-        return f": {said[-1][:SAID_LENGTH]}" if said else ""
+        return f": {said[-1].removeprefix('error: ')[:SAID_LENGTH]}" if said else ""
 
 
 def _environment(changes: Mapping[str, str | None]) -> dict[str, str]:

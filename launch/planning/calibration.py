@@ -9,11 +9,10 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import tempfile
 from collections.abc import Sequence
-from pathlib import Path
 
 from launch.measurement.lineup import available_cores
+from launch.output_files import write
 from launch.planning.machine import (
     CHUNK,
     ROUNDS,
@@ -25,7 +24,6 @@ from launch.planning.machine import (
 )
 from launch.planning.synthetic import CONFIGS
 from launch.terminal import Terminal
-from tp.errors import RequestError
 from tp.planning.calibration import fit_rates
 from tp.planning.hardware import Fabric, Profile, Rates
 from tp.planning.precision import Precision
@@ -37,17 +35,16 @@ def calibrate(arguments: argparse.Namespace, terminal: Terminal) -> None:
     """Measures, fits, and writes --out.
 
     Raises:
-        RequestError: --out cannot be written. ContestantError: a rank did not start, or did not answer.
+        RequestError: --out cannot be written, or the times make no profile. ContestantError: a rank did not start, or
+            did not answer.
     """
     degrees = sorted({*arguments.tp.named, *arguments.tp.ranged}) if arguments.tp else list(USUAL_DEGREES)
     dtype = "bfloat16" if arguments.dtype == "auto" else arguments.dtype
     profile = make_profile(measure(degrees, dtype, SYNTHETIC), Precision.of(dtype))
-    try:
-        profile.write(arguments.out)
-    except OSError as error:
-        raise RequestError(f"--out {arguments.out} cannot be written: {error.strerror}") from error
+    text = profile.to_json()
+    write("--out", arguments.out, text.encode())
     if arguments.json:
-        terminal.show(json.dumps(json.loads(arguments.out.read_text(encoding="utf-8"))) + "\n")
+        terminal.show(json.dumps(json.loads(text)) + "\n")
     else:
         terminal.show("\n".join(_told(profile)) + "\n")
 
@@ -59,16 +56,19 @@ def measure(degrees: Sequence[int], dtype: str, subjects: Sequence[Subject], rou
         ContestantError: a rank did not start, or did not answer.
     """
     measured = Measurements()
-    with tempfile.TemporaryDirectory(prefix="tp-decoder-plan-") as directory:
-        for degree in degrees:
-            measure_ranks(degree, Path(directory), measured)
+    for degree in degrees:
+        measure_ranks(degree, measured)
     measure_models(degrees, dtype, subjects, measured, rounds)
     return measured
 
 
 def make_profile(measured: Measurements, precision: Precision) -> Profile:
-    """The profile that explains what was measured."""
-    degrees = measured.degrees
+    """The profile that explains what was measured.
+
+    Raises:
+        RequestError: see `fit_rates`.
+    """
+    degrees, cores = measured.degrees, available_cores()
     fabric = Fabric(measured=tuple(measured.collectives))
     rates: dict[int, Rates] = {}
     for degree in degrees:
@@ -76,7 +76,7 @@ def make_profile(measured: Measurements, precision: Precision) -> Profile:
         rates[degree] = fit_rates(measured.observations(degree), precision, degree, fabric, CHUNK, alone)
     reads = ", ".join(f"{rate:.1f} GB/s in {degree} processes" for degree, rate in measured.read_gb_per_s.items())
     return Profile(
-        name=f"{available_cores()} cores",
+        name=f"{cores} core{'s' if cores > 1 else ''}",
         device="cpu",
         ranks_per_node=max(degrees),
         memory_bytes=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
@@ -102,5 +102,5 @@ def _told(profile: Profile) -> list[str]:
         most = max(rate for _, rate in points) / 1e9
         reads = f"reads {rates.read_bytes_per_s / 1e9:.1f} GB/s, multiplies up to {most:,.0f} GFLOP/s in {dtype}"
         layer = f"a layer {1e6 * rates.captured_layer_s:.0f} µs captured, {1e6 * rates.eager_layer_s:.0f} µs else"
-        lines.append(f"each of {degree} ranks {reads}; {layer}")
+        lines.append(f"{'one rank' if degree == 1 else f'each of {degree} ranks'} {reads}; {layer}")
     return lines

@@ -66,6 +66,7 @@ def _serving(workload: Workload, plan: ServingPlan) -> dict[str, Any]:
         "speed_up": gain,
         "efficiency": gain / plan.tp_size,
         "throughput_tokens_per_s": plan.throughput,
+        "throughput_batch": plan.served,
         "collectives": {
             "decode": _collectives(plan.decode_collectives),
             "prefill": _collectives(plan.prefill_collectives),

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
+import itertools
 import sys
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
-from pathlib import Path
 
+from launch.measurement.child import Child, Command
 from launch.measurement.command_line import tell
 from launch.measurement.contestants import Contestant, Field
 from launch.measurement.decoding import Case
 from launch.measurement.errors import ContestantError
-from launch.measurement.interleaving import interleave
+from launch.measurement.interleaving import WARM_UP, Turn, interleave
 from launch.measurement.lineup import available_cores
 from launch.measurement.model_facts import text_of_config
 from launch.measurement.peers import own
@@ -23,8 +21,8 @@ from launch.measurement.peers.task import Task
 from launch.measurement.read_bandwidth import ReadBandwidth
 from launch.measurement.requests import DecodeAnswer, random_request
 from launch.measurement.spread import Spread
+from launch.measurement.warden import Warden
 from launch.planning.synthetic import CASES, CONFIGS
-from launch.ranks import ROOT
 from tp.planning.calibration import Observation
 from tp.planning.fitting import fit_line
 from tp.planning.hardware import MeasuredCollective
@@ -36,6 +34,7 @@ WAKING_TOKENS = 64
 CHUNK = 512
 """Prompt tokens of a step, as `GenerationOptions` has it."""
 PATIENCE_S = 600.0
+RANK_MODULE = "launch.planning.rank_measurements"
 Measured = DecodeAnswer | float
 """A contestant's answer, or the bytes a second that readers read."""
 
@@ -93,21 +92,25 @@ class Measurements:
         ]
 
 
-def measure_ranks(degree: int, directory: Path, measured: Measurements) -> None:
-    """Collectives, and the size of a process."""
-    path = directory / f"ranks-{degree}.json"
+def measure_ranks(degree: int, measured: Measurements) -> None:
+    """Collectives, and the size of a process.
+
+    Raises:
+        ContestantError: a rank did not start, or did not come to its end.
+    """
     launched = ["launch", "run", "--nproc", str(degree), "-m"] if degree > 1 else []
-    start = [sys.executable, "-m", *launched, "launch.planning.rank_measurements", str(path)]
-    ended = subprocess.run(start, cwd=ROOT, env=_threads(degree), capture_output=True, text=True)
-    if ended.returncode or not path.exists():
-        last = (ended.stderr.strip().splitlines() or ["no word"])[-1]
-        raise ContestantError(f"{degree} ranks ended with status {ended.returncode}: {last}")
-    content = json.loads(path.read_text(encoding="utf-8"))
-    measured.runtime_bytes = max(measured.runtime_bytes, content["runtime_bytes"])
-    for operation, times in content["collectives"].items():
+    command = Command([sys.executable, "-m", *launched, RANK_MODULE], {"OMP_NUM_THREADS": str(_cores_of(degree))})
+    ranks = f"{degree} rank{'s' if degree > 1 else ''}"
+    with closing(Warden()) as warden, closing(Child(command, warden)) as child:
+        try:
+            facts = child.wait_until_ready(PATIENCE_S)
+        except ContestantError as error:
+            raise ContestantError(f"measuring {ranks}: {error}") from error
+    measured.runtime_bytes = max(measured.runtime_bytes, facts["runtime_bytes"])
+    for operation, times in facts["collectives"].items():
         line = fit_line([int(nbytes) for nbytes in times], list(times.values()))
         measured.collectives.append(MeasuredCollective(operation, degree, "measured", line))
-    tell(f"{degree} ranks: a process and its libraries take {content['runtime_bytes'] / 1e6:,.0f} MB")
+    tell(f"{ranks}: a process and its libraries take {facts['runtime_bytes'] / 1e6:,.0f} MB")
 
 
 def measure_models(
@@ -130,7 +133,7 @@ def measure_models(
                     actions[key] = _action(field, contestant, case, subject.vocab_size)
         readers = {degree: stack.enter_context(ReadBandwidth(degree, _cores_of(degree))) for degree in degrees}
         actions.update({reader.name: reader.bytes_per_second for reader in readers.values()})
-        told = interleave(actions, rounds=rounds, watch=lambda turn: tell(_turn(turn.contestant, turn.round, rounds)))
+        told = interleave(actions, rounds=rounds, watch=_teller(len(actions)))
     if told.failures:
         name, reason = next(iter(told.failures.items()))
         raise ContestantError(f"{name}: {reason}")
@@ -175,9 +178,12 @@ def _cores_of(degree: int) -> int:
     return max(1, available_cores() // degree)
 
 
-def _threads(degree: int) -> dict[str, str]:
-    return {**os.environ, "OMP_NUM_THREADS": str(_cores_of(degree))}
+def _teller(turns: int) -> Callable[[Turn[Measured]], None]:
+    """What tells of every turn, of which a round has so many."""
+    numbers = itertools.cycle(range(1, turns + 1))
 
+    def watch(turn: Turn[Measured]) -> None:
+        which = "warm-up" if turn.round == WARM_UP else f"round {turn.round} of {turn.rounds}"
+        tell(f"{which}, turn {next(numbers)} of {turns}: {turn.contestant}")
 
-def _turn(name: str, number: int, rounds: int) -> str:
-    return f"{'warm-up' if number == 0 else f'round {number} of {rounds}'}: {name}"
+    return watch

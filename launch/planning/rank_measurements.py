@@ -1,22 +1,21 @@
-"""`python -m launch.planning.rank_measurements FILE`: on every rank, what collectives take and what a process weighs.
+"""`python -m launch.planning.rank_measurements`: on every rank, what collectives take and what a process weighs.
 
-Rank 0 writes {"collectives": {operation: {bytes: seconds}}, "runtime_bytes": int}. Times are medians of single calls.
+Rank 0 is ready, see `launch.measurement.serving`, with the facts {"collectives": {operation: {bytes: seconds}},
+"runtime_bytes": int}. Times are medians of single calls.
 """
 
 from __future__ import annotations
 
-import json
-import sys
 import time
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from launch.default_model import EMBEDDED
 from launch.measurement.interleaving import interleave
+from launch.measurement.serving import Line
 from launch.measurement.spread import Spread
 from launch.report import peak_rss_bytes
 from tp.parallel import TensorParallelGroup
@@ -85,12 +84,12 @@ def runtime_bytes(group: TensorParallelGroup) -> int:
 
 def main() -> None:
     """Measures on this rank."""
+    line = Line()
     group = TensorParallelGroup.from_environment(device="cpu")
     runtime = max(group.communicator.all_gather_object(runtime_bytes(group)))
     times = collective_times(group.communicator) if group.size > 1 else {}
     if group.rank == 0:
-        content = {"collectives": times, "runtime_bytes": runtime}
-        Path(sys.argv[1]).write_text(json.dumps(content), encoding="utf-8")
+        line.ready(collectives=times, runtime_bytes=runtime)
     group.close()
 
 

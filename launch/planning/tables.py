@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 
 from launch.report import size
 from tp.planning.plan import (
-    MOST_SEQUENCES,
     Placement,
     ServingPlan,
     TrainingPlan,
@@ -24,18 +23,29 @@ if TYPE_CHECKING:
     from rich.console import Console, RenderableType
     from rich.table import Table
 
-PARTS = ("products", "attention", "stream", "layers", "step", "latency", "bandwidth", "optimizer")
-"""Of a step's time, as `StepTime` names them."""
+PARTS = {
+    "products_s": "products",
+    "attention_s": "attention",
+    "stream_s": "stream",
+    "layers_s": "fixed cost: layers",
+    "step_s": "fixed cost: steps",
+    "latency_s": "collectives: latency",
+    "bandwidth_s": "collectives: bytes",
+    "optimizer_s": "optimizer",
+}
+"""Headings of the parts of a step's time, as `StepTime` has them."""
 
 
 def print_serving(console: Console, model: str, workload: Workload, plans: Sequence[ServingPlan]) -> None:
     """Memory, speed, the parts of a decode step and of a prefill, and what is best."""
     console.print(_title(model, workload, "serving"), markup=False)
-    console.print(_serving_memory(plans))
+    console.print(_serving_memory(workload, plans))
     console.print(_serving_speed(workload, plans))
     console.print(_parts("a decode step", {plan.tp_size: plan.decode for plan in plans}))
-    console.print(_parts("the prefill", {plan.tp_size: plan.prefill for plan in plans}))
-    for line in _advice(workload, plans):
+    console.print(
+        _parts(f"the prefill in steps of {workload.chunk:,} tokens", {plan.tp_size: plan.prefill for plan in plans})
+    )
+    for line in _advice(plans):
         console.print(line, markup=False)
 
 
@@ -62,8 +72,13 @@ def _title(model: str, workload: Workload, purpose: str) -> str:
     precision, profile = workload.precision, workload.profile
     numbers = f"{precision.dtype} with int8 weights" if precision.row_scale_bytes else precision.dtype
     nodes = "1 node" if workload.nodes == 1 else f"{workload.nodes} nodes"
-    rows = "1 sequence" if workload.batch == 1 else f"{workload.batch} sequences"
-    return f"{purpose} {model} in {numbers} on {profile.name}, {nodes}: {rows} of {workload.context:,} tokens"
+    return f"{purpose} {model} in {numbers} on {profile.name}, {nodes}: {amount(workload)}"
+
+
+def amount(workload: Workload) -> str:
+    """How many tokens of how many sequences."""
+    rows = "1 sequence" if workload.batch == 1 else f"{workload.batch:,} sequences"
+    return f"{rows} of {workload.context:,} tokens"
 
 
 def _new_table(title: str, headings: Sequence[str]) -> Table:
@@ -76,7 +91,7 @@ def _new_table(title: str, headings: Sequence[str]) -> Table:
     return table
 
 
-def _serving_memory(plans: Sequence[ServingPlan]) -> RenderableType:
+def _serving_memory(workload: Workload, plans: Sequence[ServingPlan]) -> RenderableType:
     headings = ("ranks", "nodes", "weights", "KV cache", "activations", "others", "in all", "has", "fits")
     table = _new_table("Memory of the rank that takes most", (*headings, "largest batch", "longest context"))
     for plan in plans:
@@ -89,7 +104,7 @@ def _serving_memory(plans: Sequence[ServingPlan]) -> RenderableType:
             size(worst.buffers + worst.runtime),
             *_room(plan.placement),
             f"{plan.largest_batch:,}",
-            f"{plan.largest_context:,}",
+            _longest_context(workload, plan),
         )
     return table
 
@@ -114,7 +129,7 @@ def _training_memory(plans: Sequence[TrainingPlan]) -> RenderableType:
 
 def _serving_speed(workload: Workload, plans: Sequence[ServingPlan]) -> RenderableType:
     headings = ("ranks", "prefill", "prompt tokens/s", "decode step", "tokens/s", "speed-up", "efficiency")
-    table = _new_table("Speed", (*headings, "collectives a decode step", "tokens/s and rank, largest batch"))
+    table = _new_table("Speed", (*headings, "collectives a decode step", "throughput: tokens/s and rank"))
     for plan in plans:
         gain = speed_up(workload, plan)
         table.add_row(
@@ -126,7 +141,7 @@ def _serving_speed(workload: Workload, plans: Sequence[ServingPlan]) -> Renderab
             f"{gain:.2f}x",
             f"{gain / plan.tp_size:.0%}",
             _counted(plan.decode_collectives),
-            f"{plan.throughput / plan.tp_size:,.1f}" if plan.throughput else "-",
+            _throughput(plan) if plan.throughput else "-",
         )
     return table
 
@@ -149,28 +164,36 @@ def _training_speed(workload: Workload, plans: Sequence[TrainingPlan]) -> Render
 
 def _parts(what: str, times: dict[int, StepTime]) -> RenderableType:
     """Rows of degrees, columns of the parts that take any time."""
-    shown = [part for part in PARTS if any(getattr(time, f"{part}_s") for time in times.values())]
-    table = _new_table(f"Parts of {what}, ms", ("ranks", *shown))
+    shown = [part for part in PARTS if any(getattr(time, part) for time in times.values())]
+    table = _new_table(f"Parts of {what}, ms", ("ranks", *(PARTS[part] for part in shown)))
     for tp_size, time in times.items():
-        table.add_row(str(tp_size), *(f"{1e3 * getattr(time, f'{part}_s'):,.3g}" for part in shown))
+        table.add_row(str(tp_size), *(f"{1e3 * getattr(time, part):,.3f}" for part in shown))
     return table
 
 
-def _advice(workload: Workload, plans: Sequence[ServingPlan]) -> list[str]:
+def _advice(plans: Sequence[ServingPlan]) -> list[str]:
     lines = [f"does not fit: {shortage(plan.placement)}" for plan in plans if not plan.placement.fits]
     quick, busy = fastest(plans), most_productive(plans)
     if quick is not None:
         lines.append(f"best for latency: --tp {quick.tp_size}, {milliseconds(quick.decode.seconds)} a decode step")
     if busy is not None:
-        batch = min(busy.largest_batch, MOST_SEQUENCES[workload.profile.device])
-        rate = f"{busy.throughput / busy.tp_size:,.1f} tokens/s and rank at a batch of {batch}"
-        lines.append(f"best for throughput: --tp {busy.tp_size}, {rate}")
+        lines.append(f"best for throughput: --tp {busy.tp_size}, tokens/s and rank: {_throughput(busy)}")
     return lines
 
 
 def milliseconds(seconds: float) -> str:
     """A time for people."""
-    return f"{1e3 * seconds:,.4g} ms"
+    return f"{1e3 * seconds:,.2f} ms"
+
+
+def _longest_context(workload: Workload, plan: ServingPlan) -> str:
+    """The model may end before the room does."""
+    limit = " (the model's)" if plan.largest_context == workload.config.longest_context else ""
+    return f"{plan.largest_context:,}{limit}"
+
+
+def _throughput(plan: ServingPlan) -> str:
+    return f"{plan.throughput / plan.tp_size:,.1f} at batch {plan.served:,}"
 
 
 def _of_placement(placement: Placement) -> tuple[str, str]:

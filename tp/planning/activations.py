@@ -14,13 +14,17 @@ sequence parallelism), Q, K, I this rank's query, KV and intermediate widths, an
     MLP          N · 3I · e             gate and up, and what the down projection reads
                  N · 2I · e             without a gate; N · I · e with ReLU, whose output tells its gradient
 
-Without gradients nothing is kept. A layer holds the stream and its norm (2·s·D), and what the larger of its halves
-does; copies that kernels and collectives make meanwhile are not counted. A half holds D for the gathered input if the
-stream is sharded, then
+Without gradients nothing is kept. All the time a step holds the stream and its norm, and cos and sin of its positions
+(2·s·D + 2·N·head_dim); beside these the most of
 
-    attention    N · (3Q + 3K + D)      q|k|v, rotated q and k, the kernel's output, the partial sum
+    attention    N · (4Q + 3K)          q|k|v, rotated q and k, the kernel's output, joined from that of each sequence
                  + N · (Q + K)          normed q and k, with per-head norms
-    MLP          N · (3I + D)           gate and up, what the down projection reads, the partial sum
+                 or N · (D + Q + 2K)    where the stream is sharded: the gathered input and q|k|v
+    write        N · (Q + D) + 2·s·D    what the output projection read, the partial sum, the next stream and its norm
+    MLP          N · (Q + 3I)           the first of these still, gate and up, what the down projection reads
+                 or N · (Q + D + 2I)    where the stream is sharded: the gathered input beside gate and up
+
+Copies that kernels and collectives make meanwhile are not counted, nor what norms of the write add, or after it.
 """
 
 from __future__ import annotations
@@ -102,10 +106,14 @@ def step_activations(model: RankModel, tokens: int, num_logits: int, *, sharded:
     Args:
         tokens: of the step. num_logits: rows of the head.
     """
-    width = model.config.hidden_size
+    config, width, queries, keys = model.config, model.config.hidden_size, model.query_width, model.kv_width
     own_tokens = ceil_div(tokens, model.tp_size) if sharded else tokens
-    attention = (4 if model.config.qk_norm else 3) * (model.query_width + model.kv_width)
-    mlp = (3 if model.config.gated_mlp else 2) * model.parameters.intermediate
-    halves = tokens * (max(attention, mlp) + width * (2 if sharded else 1))
+    gathered = width if sharded else 0
+    heads = 4 * queries + 3 * keys + (queries + keys if config.qk_norm else 0)
+    attention = tokens * max(heads, gathered + queries + 2 * keys)
+    write = tokens * (queries + width) + 2 * own_tokens * width
+    up = (2 if config.gated_mlp else 1) * model.parameters.intermediate
+    mlp = tokens * (queries + up + max(gathered, model.parameters.intermediate))
+    held = 2 * own_tokens * width + 2 * tokens * config.head_dim
     logits = num_logits * model.parameters.head.rows * (model.precision.itemsize + 2 * STATISTIC_BYTES)
-    return (2 * own_tokens * width + halves) * model.precision.itemsize + logits
+    return (held + max(attention, write, mlp)) * model.precision.itemsize + logits

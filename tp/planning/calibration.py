@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from tp.config import ModelConfig
+from tp.errors import RequestError
 from tp.planning.fitting import fit_nonnegative
 from tp.planning.hardware import Fabric, Rates
 from tp.planning.parameters import RankModel, distinct_ranks
@@ -58,6 +59,9 @@ def fit_rates(
         chunk: prompt tokens of a step.
         alone: rates of one rank. What a captured layer takes beyond those is its two collectives: waiting for the
             other ranks, beside the transfer.
+
+    Raises:
+        RequestError: the times are explained without any for reading.
     """
     columns: list[dict[str, float]] = []
     seconds = []
@@ -109,6 +113,8 @@ def _known_s(step: StepWork, tp_size: int, fabric: Fabric) -> float:
 
 def _rates(found: dict[str, float], precision: Precision) -> Rates:
     """A cost that no time asked for is taken to be as that of what is most like it."""
+    if not found.get(READ):
+        raise RequestError("the times that were measured leave none for reading memory: measure with less else running")
     read = 1 / found[READ]
     points = [(1, 2 * read / precision.matrix_itemsize)]
     points += sorted((int(name.split()[1]), 1 / cost) for name, cost in found.items() if name[0] == "f" and cost)

@@ -187,11 +187,11 @@ class Profile:
         """Bytes that each rank may take."""
         return self.memory_bytes // (tp_size // nodes) if self.shares_memory else self.memory_bytes
 
-    def write(self, path: Path) -> None:
-        """As a JSON file that `load_profile` reads."""
+    def to_json(self) -> str:
+        """The content of a file that `load_profile` reads."""
         fields = asdict(self)
         fields["rates"] = {str(degree or "any"): rates for degree, rates in fields["rates"].items()}
-        path.write_text(json.dumps(fields, indent=1) + "\n", encoding="utf-8")
+        return json.dumps(fields, indent=1) + "\n"
 
     @classmethod
     def from_fields(cls, fields: Mapping[str, Any]) -> Profile:

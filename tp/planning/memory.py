@@ -53,18 +53,16 @@ def serving_memory(
 
     Args:
         rank: which one, since the first has the tokenizer.
-        device: "cuda", where captured steps need a slot of the cache for padding, or "cpu", whose memory the tokenizer
-            is in too.
+        device: "cuda", or "cpu", whose memory the tokenizer is in too.
         runtime: see `RankMemory`.
         chunk: most tokens of a step of prefill.
         sharded: sequence parallelism in those steps.
     """
-    slots = batch + (1 if device == "cuda" else 0)
     prefill = step_activations(model, min(chunk, batch * context), min(batch, chunk), sharded=sharded)
     decode = step_activations(model, batch, batch, sharded=False)
     return RankMemory(
         weights=model.weight_bytes,
-        cache=model.cache_bytes(slots, context),
+        cache=model.cache_bytes(batch, context),
         activations=max(prefill, decode),
         gradients=0,
         moments=0,

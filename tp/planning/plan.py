@@ -14,8 +14,8 @@ from tp.planning.memory import RankMemory, largest, serving_memory, training_mem
 from tp.planning.parameters import RankModel, distinct_ranks, rank_models
 from tp.planning.precision import Precision
 from tp.planning.step_collectives import Collective
-from tp.planning.step_time import StepTime, slowest, step_time, total
-from tp.planning.work import StepWork, decode_work, prefill_work, training_work
+from tp.planning.step_time import StepTime, alike_time, slowest, step_time, total
+from tp.planning.work import AlikeSteps, StepWork, decode_work, prefill_steps, training_work
 
 MOST_SEQUENCES = {"cuda": CudaGraph.most_sequences, "cpu": NativeTape.most_sequences}
 """By device, the largest batch whose decode steps are captured."""
@@ -115,7 +115,8 @@ class ServingPlan:
         prefill: of all prompts of the batch, each as long as the context.
         decode: of a step that gives each sequence its last token.
         decode_collectives: of that step. prefill_collectives: of all steps of the prefill.
-        throughput: tokens a second of decode at the largest batch, at most `MOST_SEQUENCES`; 0 where nothing fits.
+        served: the largest batch, but no more than can be captured: `MOST_SEQUENCES`.
+        throughput: tokens a second of decode at that batch; 0 where nothing fits.
     """
 
     placement: Placement
@@ -125,6 +126,7 @@ class ServingPlan:
     decode: StepTime
     decode_collectives: tuple[Collective, ...]
     prefill_collectives: tuple[Collective, ...]
+    served: int
     throughput: float
 
     @property
@@ -163,13 +165,12 @@ def plan_serving(workload: Workload, tp_size: int) -> ServingPlan:
         ConfigError, RequestError: see `Workload.nodes_of`, and what the profile lacks.
     """
     placement = serving_placement(workload, tp_size)
-    batches = MOST_SEQUENCES[workload.profile.device]
     most = largest(lambda batch: serving_placement(replace(workload, batch=batch), tp_size).fits, 1 << 20)
     longest = largest(
         lambda context: serving_placement(replace(workload, context=context), tp_size).fits,
         workload.config.longest_context,
     )
-    served = min(most, batches)
+    served = min(most, MOST_SEQUENCES[workload.profile.device])
     return ServingPlan(
         placement=placement,
         largest_batch=most,
@@ -177,7 +178,8 @@ def plan_serving(workload: Workload, tp_size: int) -> ServingPlan:
         prefill=prefill_time(workload, tp_size),
         decode=decode_time(workload, tp_size),
         decode_collectives=_decode_work(workload, workload.ranks(tp_size)[0]).collectives,
-        prefill_collectives=_merged(_prefill_work(workload, tp_size)),
+        prefill_collectives=_merged(_prefill_steps(workload, workload.ranks(tp_size)[0])),
+        served=served,
         throughput=served / decode_time(replace(workload, batch=served), tp_size).seconds if served else 0.0,
     )
 
@@ -254,9 +256,9 @@ def prefill_time(workload: Workload, tp_size: int) -> StepTime:
     """Of all steps until every sequence has its first token, on the slowest rank."""
     nodes = workload.nodes_of(tp_size)
     return slowest(
-        total([step_time(step, workload.precision, workload.profile, tp_size, nodes) for step in steps])
+        total([alike_time(steps, workload.precision, workload.profile, tp_size, nodes) for steps in of_rank])
         for model in distinct_ranks(workload.config, workload.precision, tp_size)
-        for steps in [prefill_work(model, workload.batch, workload.context, workload.chunk, workload.sharded)]
+        for of_rank in [_prefill_steps(workload, model)]
     )
 
 
@@ -311,16 +313,17 @@ def _decode_work(workload: Workload, model: RankModel) -> StepWork:
     return decode_work(model, workload.batch, workload.context, captured=captured)
 
 
-def _prefill_work(workload: Workload, tp_size: int) -> list[StepWork]:
-    model = workload.ranks(tp_size)[0]
-    return prefill_work(model, workload.batch, workload.context, workload.chunk, workload.sharded)
+def _prefill_steps(workload: Workload, model: RankModel) -> list[AlikeSteps]:
+    return prefill_steps(model, workload.batch, workload.context, workload.chunk, workload.sharded)
 
 
-def _merged(steps: Sequence[StepWork]) -> tuple[Collective, ...]:
+def _merged(steps: Sequence[AlikeSteps]) -> tuple[Collective, ...]:
     """Of all steps, those of one kind and size counted together."""
     counts: dict[tuple[str, int], int] = {}
-    for each in (collective for step in steps for collective in step.collectives):
-        counts[each.operation, each.nbytes] = counts.get((each.operation, each.nbytes), 0) + each.count
+    for alike in steps:
+        for each in alike.work.collectives:
+            key = each.operation, each.nbytes
+            counts[key] = counts.get(key, 0) + each.count * len(alike.attention)
     return tuple(Collective(operation, nbytes, count) for (operation, nbytes), count in counts.items())
 
 

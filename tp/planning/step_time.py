@@ -13,12 +13,12 @@ The parts follow one another: nothing is taken to overlap.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import astuple, dataclass
+from dataclasses import astuple, dataclass, replace
 
 from tp.planning.collectives import Cost
 from tp.planning.hardware import Profile, Rates
 from tp.planning.precision import Precision
-from tp.planning.work import Product, StepWork
+from tp.planning.work import AlikeSteps, Product, StepWork
 
 
 @dataclass(frozen=True)
@@ -41,6 +41,10 @@ class StepTime:
     def __add__(self, other: StepTime) -> StepTime:
         return StepTime(*map(sum, zip(self._parts(), other._parts(), strict=True)))
 
+    def times(self, count: int) -> StepTime:
+        """Of so many of them."""
+        return StepTime(*(count * part for part in self._parts()))
+
     def _parts(self) -> tuple[float, ...]:
         return astuple(self)
 
@@ -58,7 +62,7 @@ def step_time(work: StepWork, precision: Precision, profile: Profile, tp_size: i
     layer_s = rates.captured_layer_s if work.captured else rates.eager_layer_s
     return StepTime(
         products_s=sum(_product_s(product, precision, rates) for product in work.products),
-        attention_s=max(work.cache_bytes / rates.read_bytes_per_s, work.attention_flops / rates.attention_flops_per_s),
+        attention_s=_attention_s(work.cache_bytes, work.attention_flops, rates),
         stream_s=work.stream_bytes / rates.stream_bytes_per_s,
         layers_s=work.num_layers * layer_s,
         step_s=rates.captured_step_s if work.captured else rates.eager_step_s,
@@ -66,6 +70,13 @@ def step_time(work: StepWork, precision: Precision, profile: Profile, tp_size: i
         bandwidth_s=sum(count * cost.bandwidth_s for count, cost in costs),
         optimizer_s=work.optimizer_bytes / rates.stream_bytes_per_s,
     )
+
+
+def alike_time(steps: AlikeSteps, precision: Precision, profile: Profile, tp_size: int, nodes: int) -> StepTime:
+    """Of all of them; see `step_time`."""
+    rates = profile.rates_of(tp_size)
+    apart = step_time(steps.work, precision, profile, tp_size, nodes).times(len(steps.attention))
+    return replace(apart, attention_s=sum(_attention_s(nbytes, flops, rates) for flops, nbytes in steps.attention))
 
 
 def slowest(times: Iterable[StepTime]) -> StepTime:
@@ -81,6 +92,10 @@ def total(times: Sequence[StepTime]) -> StepTime:
 def _latency_s(cost: Cost, work: StepWork, rates: Rates) -> float:
     apart = rates.captured_collective_s
     return cost.latency_s if apart is None or not work.captured else apart
+
+
+def _attention_s(cache_bytes: int, flops: int, rates: Rates) -> float:
+    return max(cache_bytes / rates.read_bytes_per_s, flops / rates.attention_flops_per_s)
 
 
 def _product_s(product: Product, precision: Precision, rates: Rates) -> float:

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from tp.config import ModelConfig
 from tp.layers.layout import SHARDED_PREFILL_TOKENS
@@ -71,24 +71,56 @@ class StepWork:
         return sum(2 * product.rows * product.matrix.elements * product.count for product in self.products)
 
 
+@dataclass(frozen=True)
+class AlikeSteps:
+    """Steps that differ in nothing but what their attention sees: those of a long prefill, worked out once.
+
+    Attributes:
+        work: of each of them, without attention.
+        attention: of each, the FLOPs, and the bytes of the cache.
+    """
+
+    work: StepWork
+    attention: tuple[tuple[int, int], ...]
+
+    def each(self) -> list[StepWork]:
+        """Every step by itself."""
+        return [replace(self.work, attention_flops=flops, cache_bytes=nbytes) for flops, nbytes in self.attention]
+
+
 def decode_work(model: RankModel, batch: int, context: int, *, captured: bool = True) -> StepWork:
     """One more token for each of `batch` sequences, which then have `context` tokens."""
     pieces = [SequenceSlice(1, context - 1)] * batch
-    return _step(model, pieces, captured=captured, sharded=False, num_sampled=batch)
+    work = _step(model, batch, batch, captured=captured, sharded=False, num_sampled=batch)
+    return replace(work, cache_bytes=_cache_bytes(model, _windows(model.config), pieces))
 
 
 def prefill_work(model: RankModel, batch: int, prompt: int, chunk: int, sharded: bool | None = None) -> list[StepWork]:
+    """The steps of `prefill_steps`, each by itself, in no particular order."""
+    return [step for alike in prefill_steps(model, batch, prompt, chunk, sharded) for step in alike.each()]
+
+
+def prefill_steps(
+    model: RankModel, batch: int, prompt: int, chunk: int, sharded: bool | None = None
+) -> list[AlikeSteps]:
     """The steps that process `batch` prompts of `prompt` tokens, `chunk` tokens at a time.
 
     Args:
         sharded: sequence parallelism; None where the number of tokens decides, as in `automatic_layout`.
     """
-    steps = []
+    windows = _windows(model.config)
+    attention: dict[tuple[int, int, int], list[tuple[int, int]]] = {}
     for pieces in prefill_pieces(batch, prompt, chunk):
         tokens = sum(piece.length for piece in pieces)
-        shards = tokens >= SHARDED_PREFILL_TOKENS if sharded is None else sharded
         complete = sum(piece.start + piece.length == prompt for piece in pieces)
-        steps.append(_step(model, pieces, captured=False, sharded=shards, num_sampled=complete))
+        flops = 0 if tokens == len(pieces) else _attention_flops(model, windows, pieces)
+        seen = flops, _cache_bytes(model, windows, pieces)
+        attention.setdefault((tokens, len(pieces), complete), []).append(seen)
+    steps = []
+    for (tokens, num_pieces, complete), seen_by_each in attention.items():
+        shards = tokens >= SHARDED_PREFILL_TOKENS if sharded is None else sharded
+        work = _step(model, tokens, num_pieces, captured=False, sharded=shards, num_sampled=complete)
+        steps.append(AlikeSteps(work, tuple(seen_by_each)))
     return steps
 
 
@@ -124,7 +156,7 @@ def training_work(model: RankModel, batch: int, context: int, *, sharded: bool, 
     products = [Product(tokens, matrix, passes * layers) for matrix in model.parameters.layer_matrices]
     return StepWork(
         products=(*products, Product(tokens, model.parameters.head, 3)),
-        attention_flops=int((4.5 if recomputed else 3.5) * _attention_flops(model, pieces)),
+        attention_flops=int((4.5 if recomputed else 3.5) * _attention_flops(model, _windows(model.config), pieces)),
         cache_bytes=0,
         stream_bytes=passes * _stream_bytes(model, tokens, own),
         num_layers=passes * layers,
@@ -135,14 +167,15 @@ def training_work(model: RankModel, batch: int, context: int, *, sharded: bool, 
 
 
 def _step(
-    model: RankModel, pieces: Sequence[SequenceSlice], *, captured: bool, sharded: bool, num_sampled: int
+    model: RankModel, tokens: int, num_pieces: int, *, captured: bool, sharded: bool, num_sampled: int
 ) -> StepWork:
-    """A forward that chooses `num_sampled` tokens. If it chooses any, the head sees the last token of every piece.
+    """A forward that chooses `num_sampled` tokens, without its attention.
 
-    The last layer's output projection and MLP see no others.
+    If it chooses any, the head sees the last token of every piece, and the last layer's output projection and MLP see
+    no others.
     """
-    tokens, layers = sum(piece.length for piece in pieces), model.parameters.num_layers
-    num_logits = len(pieces) if num_sampled else 0
+    layers = model.parameters.num_layers
+    num_logits = num_pieces if num_sampled else 0
     own = ceil_div(tokens, model.tp_size) if sharded else tokens
     qkv, *others = model.parameters.layer_matrices
     products = [Product(tokens, qkv, layers)]
@@ -153,8 +186,8 @@ def _step(
         products.append(Product(num_logits, model.parameters.head, 1))
     return StepWork(
         products=tuple(products),
-        attention_flops=0 if tokens == len(pieces) else _attention_flops(model, pieces),
-        cache_bytes=_cache_bytes(model, pieces),
+        attention_flops=0,
+        cache_bytes=0,
         stream_bytes=_stream_bytes(model, tokens, own) + SAMPLER_BYTES * num_sampled * model.parameters.head.rows,
         num_layers=layers,
         captured=captured,
@@ -162,24 +195,27 @@ def _step(
     )
 
 
-def _attention_flops(model: RankModel, pieces: Sequence[SequenceSlice]) -> int:
+Windows = Sequence[tuple[int | None, int]]
+"""Each window that layers have, and how many have it."""
+
+
+def _attention_flops(model: RankModel, windows: Windows, pieces: Sequence[SequenceSlice]) -> int:
     """A query times each key that it sees, and its weights times their values."""
-    seen = sum(count * _seen_by_all(pieces, window) for window, count in _windows(model.config))
+    seen = sum(count * _seen_by_all(pieces, window) for window, count in windows)
     return 4 * model.query_width * seen
 
 
-def _cache_bytes(model: RankModel, pieces: Sequence[SequenceSlice]) -> int:
+def _cache_bytes(model: RankModel, windows: Windows, pieces: Sequence[SequenceSlice]) -> int:
     """Keys and values that some token of a step sees, once for each layer."""
     seen = 0
-    for window, count in _windows(model.config):
+    for window, count in windows:
         for piece in pieces:
             total = piece.start + piece.length
             seen += count * (total if window is None else min(total, piece.length + window - 1))
     return 2 * seen * model.kv_width * model.precision.itemsize
 
 
-def _windows(config: ModelConfig) -> list[tuple[int | None, int]]:
-    """Each window that layers have, and how many have it."""
+def _windows(config: ModelConfig) -> Windows:
     return [(window, config.sliding_windows.count(window)) for window in dict.fromkeys(config.sliding_windows)]
 
 
