@@ -18,8 +18,9 @@ def test_every_name_is_documented_and_used():
     (table,) = re.findall(r"\| name \|\n(.*?)\n\n", page, re.DOTALL)
     documented = [name for row in table.splitlines() for name in re.findall(r"`(\w+)`", row.split("|")[-2])]
     assert sorted(documented) == list(choice.OPERATIONS)
-    code = "".join(path.read_text() for path in (ROOT / "tp").rglob("*.py") if path.name != "choice.py")
-    assert [name for name in choice.OPERATIONS if f'"{name}"' not in code] == []
+    code = "\n".join(path.read_text(encoding="utf-8") for path in (ROOT / "tp").rglob("*.py"))
+    asked = re.compile(r'(?:enabled|uses_triton|uses_row_kernel|_kernel)\("(\w+)"|^NAME = "(\w+)"', re.MULTILINE)
+    assert {name for pair in asked.findall(code) for name in pair if name} == set(choice.OPERATIONS)
 
 
 @pytest.mark.parametrize("make", [TensorParallelGroup.alone, TensorParallelGroup.from_environment])
