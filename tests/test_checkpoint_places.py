@@ -8,6 +8,7 @@ import shutil
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
@@ -36,6 +37,7 @@ from tp.checkpoint.hosts import ranks_on_this_host, this_host
 from tp.checkpoint.together import work_together
 from tp.errors import CheckpointError, ConfigError, RankFailedError
 from tp.parallel import TensorParallelGroup
+from tp.parallel.timeouts import timeout_of
 
 ALONE = TensorParallelGroup.alone()
 
@@ -296,10 +298,17 @@ def test_ranks_of_one_machine_know_each_other() -> None:
 # Work that takes longer than a collective may.
 
 
-def impatient(group: TensorParallelGroup) -> TensorParallelGroup:
-    short = dist.new_group(list(range(group.size)), use_local_synchronization=True)
-    dist.distributed_c10d._set_pg_timeout(timedelta(seconds=1), short)  # only now: making the group may take longer
-    return TensorParallelGroup.from_process_group(short)
+@contextmanager
+def impatient(group: TensorParallelGroup) -> Iterator[TensorParallelGroup]:
+    """The same ranks, whose collectives wait no longer than a second."""
+    process_group = group.process_group
+    assert process_group is not None
+    usual = timeout_of(process_group)
+    dist.distributed_c10d._set_pg_timeout(timedelta(seconds=1), process_group)
+    try:
+        yield TensorParallelGroup.from_process_group(process_group)
+    finally:
+        dist.distributed_c10d._set_pg_timeout(usual, process_group)
 
 
 def work_longer_than_a_timeout(group: TensorParallelGroup) -> str:
@@ -307,7 +316,8 @@ def work_longer_than_a_timeout(group: TensorParallelGroup) -> str:
         time.sleep(2 if group.rank == 1 else 0)
         return f"rank {group.rank}"
 
-    return work_together(impatient(group), work)
+    with impatient(group) as short:
+        return work_together(short, work)
 
 
 def samples_of_a_slow_disk(group: TensorParallelGroup) -> int:
@@ -316,8 +326,8 @@ def samples_of_a_slow_disk(group: TensorParallelGroup) -> int:
         return "digest", 7
 
     source: Any = SimpleNamespace(tensors=("only",))
-    with mock.patch.object(same_checkpoint, "_sample", read):
-        return same_checkpoint.check_same_values(source, impatient(group))
+    with mock.patch.object(same_checkpoint, "_sample", read), impatient(group) as short:
+        return same_checkpoint.check_same_values(source, short)
 
 
 def test_ranks_wait_for_the_slowest_beyond_the_timeout_of_collectives(ranks: RankPool) -> None:

@@ -49,9 +49,8 @@ def random_model(config: ModelConfig, machine: Machine) -> tuple[CausalLM, KVCac
     group = TensorParallelGroup.alone(machine.device)
     model = CausalLM(config, group, dtype=machine.dtype, device=machine.device)
     fill(model)
-    num_slots = max(machine.batches) + machine.capture.scratch_slots
     capacity = machine.prefill + machine.new_tokens + WARM_UPS + 1
-    return model, KVCache(config, group, num_slots, capacity, dtype=machine.dtype, device=machine.device)
+    return model, KVCache(config, group, max(machine.batches), capacity, dtype=machine.dtype, device=machine.device)
 
 
 def fill(model: nn.Module) -> None:

@@ -97,7 +97,7 @@ def the_cpu() -> Machine:
 class PlayedCapture:
     """A capture where there are none: computes anew, into the tensors of the first result."""
 
-    scratch_slots = 1
+    most_sequences = 256
 
     def size(self, num_sequences: int) -> int:
         """Powers of two, as of a CUDA graph."""
