@@ -68,7 +68,7 @@ def test_a_line_finds_its_ramp():
 
 def _rates(captured_collective_s: float | None) -> Rates:
     read = 17e9
-    points = ((1, read), (2, 1.8 * read), (4, 40e9), (8, 60e9), (16, 75e9), (128, 90e9), (512, 110e9))
+    points = ((1, read), (2, 1.8 * read), (4, 40e9), (8, 60e9), (16, 75e9), (64, 85e9), (128, 90e9), (512, 110e9))
     return Rates(
         read_bytes_per_s=read,
         matrix_flops_per_s={"bfloat16": points},
@@ -79,6 +79,7 @@ def _rates(captured_collective_s: float | None) -> Rates:
         captured_step_s=400e-6,
         eager_step_s=5e-3,
         captured_collective_s=captured_collective_s,
+        sampler_bytes_per_s=12e9,
     )
 
 
@@ -111,6 +112,7 @@ def test_the_times_of_the_small_models_give_the_rates_that_made_them(tp_size):
             observations.append(Observation(CONFIGS[name], case.phase, case.batch, context, seconds))
     found = fit_rates(observations, PRECISION, tp_size, fabric, 512, _rates(None) if tp_size > 1 else None)
     assert found.read_bytes_per_s == pytest.approx(made.read_bytes_per_s, rel=0.03)
+    assert found.sampler_bytes_per_s == pytest.approx(made.sampler_bytes_per_s, rel=0.1)
     assert found.captured_layer_s == pytest.approx(made.captured_layer_s, rel=0.05)
     assert found.eager_layer_s == pytest.approx(made.eager_layer_s, rel=0.05)
     for rows, rate in made.matrix_flops_per_s["bfloat16"]:

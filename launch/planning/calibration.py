@@ -14,7 +14,6 @@ from collections.abc import Sequence
 from launch.measurement.lineup import available_cores
 from launch.output_files import write
 from launch.planning.machine import (
-    CHUNK,
     ROUNDS,
     SYNTHETIC,
     Measurements,
@@ -24,6 +23,7 @@ from launch.planning.machine import (
 )
 from launch.planning.synthetic import CONFIGS
 from launch.terminal import Terminal
+from tp.generation.options import PREFILL_CHUNK
 from tp.planning.calibration import fit_rates
 from tp.planning.hardware import Fabric, Profile, Rates
 from tp.planning.precision import Precision
@@ -73,7 +73,7 @@ def make_profile(measured: Measurements, precision: Precision) -> Profile:
     rates: dict[int, Rates] = {}
     for degree in degrees:
         alone = rates.get(1) if degree > 1 else None
-        rates[degree] = fit_rates(measured.observations(degree), precision, degree, fabric, CHUNK, alone)
+        rates[degree] = fit_rates(measured.observations(degree), precision, degree, fabric, PREFILL_CHUNK, alone)
     reads = ", ".join(f"{rate:.1f} GB/s in {degree} processes" for degree, rate in measured.read_gb_per_s.items())
     return Profile(
         name=f"{cores} core{'s' if cores > 1 else ''}",

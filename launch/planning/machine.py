@@ -23,6 +23,7 @@ from launch.measurement.requests import DecodeAnswer, random_request
 from launch.measurement.spread import Spread
 from launch.measurement.warden import Warden
 from launch.planning.synthetic import CASES, CONFIGS
+from tp.generation.options import PREFILL_CHUNK
 from tp.planning.calibration import Observation
 from tp.planning.fitting import fit_line
 from tp.planning.hardware import MeasuredCollective
@@ -31,8 +32,6 @@ ROUNDS = 5
 """That count; one before them warms up."""
 WAKING_TOKENS = 64
 """Of a prompt that goes before each request: the first after a pause is slower."""
-CHUNK = 512
-"""Prompt tokens of a step, as `GenerationOptions` has it."""
 PATIENCE_S = 600.0
 RANK_MODULE = "launch.planning.rank_measurements"
 Measured = DecodeAnswer | float
@@ -150,7 +149,7 @@ def observations(name: str, case: Case, answers: Sequence[DecodeAnswer]) -> list
     config = CONFIGS[name]
     prefill = Spread.of(answer.ttft_ms for answer in answers).median / 1e3
     found = []
-    if case.phase == "prefill" or case.prompt_tokens > CHUNK:
+    if case.phase == "prefill" or case.prompt_tokens > PREFILL_CHUNK:
         found.append(Observation(config, "prefill", case.batch, case.prompt_tokens, prefill))
     if case.phase == "decode":
         step = Spread.of(answer.tpot_ms for answer in answers).median / 1e3

@@ -50,13 +50,13 @@ CASES: Mapping[str, tuple[Case, ...]] = {
     "wide": (
         Case("decode", 1, 16, 24),
         *(Case("decode", batch, 16, 8) for batch in (2, 4, 8, 16)),
-        *(Case("prefill", 1, tokens, 1) for tokens in (16, 128, 512)),
+        *(Case("prefill", 1, tokens, 1) for tokens in (16, 64, 128, 512)),
     ),
     "deep": (
         Case("decode", 1, 16, 24),
         Case("decode", 1, 1024, 16),
         Case("decode", 8, 16, 8),
-        *(Case("prefill", 1, tokens, 1) for tokens in (16, 128, 512)),
+        *(Case("prefill", 1, tokens, 1) for tokens in (16, 64, 128, 512)),
     ),
     "thin": (
         Case("decode", 1, 16, 48),

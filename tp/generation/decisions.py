@@ -42,6 +42,11 @@ class Decision:
         return cls(tuple(TokenEvent(*event) for event in events), cancelled, error, not_finite)
 
 
+def first_bytes(num_tokens: int) -> int:
+    """Of the broadcast that makes a decision of so many tokens everyone's."""
+    return LENGTH_BYTES + ROOM * (1 + num_tokens)
+
+
 def share(decision: Decision | None, num_tokens: int, group: TensorParallelGroup) -> Decision:
     """Rank 0's decision on every rank: one broadcast, two where it holds unusually much text.
 
@@ -53,7 +58,7 @@ def share(decision: Decision | None, num_tokens: int, group: TensorParallelGroup
         assert decision is not None
         return decision
     content = decision.to_bytes() if decision else b""
-    room = ROOM * (1 + num_tokens)
+    room = first_bytes(num_tokens) - LENGTH_BYTES
     first = _broadcast(len(content).to_bytes(LENGTH_BYTES, "little") + content[:room], LENGTH_BYTES + room, group)
     length = int.from_bytes(first[:LENGTH_BYTES], "little")
     received = first[LENGTH_BYTES : LENGTH_BYTES + length]

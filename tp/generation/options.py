@@ -7,6 +7,9 @@ from dataclasses import dataclass, field
 
 from tp.errors import RequestError
 
+PREFILL_CHUNK = 512
+"""Prompt tokens of a step, where nothing else is asked for."""
+
 
 @dataclass(frozen=True)
 class SamplingParameters:
@@ -74,7 +77,7 @@ class GenerationOptions:
     ignore_eos: bool = False
     stop: tuple[str, ...] = ()
     sampling: SamplingParameters = field(default_factory=SamplingParameters)
-    prefill_chunk: int = 512
+    prefill_chunk: int = PREFILL_CHUNK
 
     def __post_init__(self) -> None:
         for name, lowest in (("max_new_tokens", 1), ("min_new_tokens", 0), ("prefill_chunk", 1)):

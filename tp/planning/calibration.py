@@ -1,8 +1,8 @@
 """From measured times of a few small models to the rates of a rank.
 
 Every time is a sum of what the step asks for, each at a rate that is not known yet: bytes of weights and cache that
-are read, FLOPs of products with so many rows, FLOPs of attention, bytes of what is no product, layers and steps. The
-rates are those that explain all times of a degree best, see `fit_nonnegative`.
+are read, FLOPs of products with so many rows, FLOPs of attention, bytes of what is no product, logits that tokens are
+chosen from, layers and steps. The rates are those that explain all times of a degree best, see `fit_nonnegative`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from tp.planning.precision import Precision
 from tp.planning.work import StepWork, decode_work, prefill_work
 
 Phase = Literal["prefill", "decode"]
-READ, ATTENTION, STREAM = "read", "attention", "stream"
+READ, ATTENTION, STREAM, SAMPLER = "read", "attention", "stream", "sampler"
 """Columns of the fit, beside those of FLOPs by rows, and of layers and steps."""
 
 
@@ -89,7 +89,7 @@ def _busy(model: RankModel) -> int:
 
 def _column(step: StepWork, precision: Precision) -> dict[str, float]:
     """What a step asks for, by name."""
-    asked: dict[str, float] = {STREAM: float(step.stream_bytes)}
+    asked: dict[str, float] = {STREAM: float(step.stream_bytes), SAMPLER: float(step.sampler_bytes)}
     for product in step.products:
         if product.rows == 1:
             name, amount = READ, product.matrix.nbytes(precision)
@@ -123,6 +123,7 @@ def _rates(found: dict[str, float], precision: Precision) -> Rates:
         matrix_flops_per_s={precision.dtype: tuple(points)},
         attention_flops_per_s=1 / found[ATTENTION] if found.get(ATTENTION) else points[-1][1],
         stream_bytes_per_s=1 / found[STREAM] if found.get(STREAM) else read,
+        sampler_bytes_per_s=1 / found[SAMPLER] if found.get(SAMPLER) else None,
         captured_layer_s=found.get("captured_layers", 0.0),
         eager_layer_s=found.get("eager_layers", 0.0),
         captured_step_s=found.get("captured_steps", 0.0),

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from tp.parallel import shared_memory, symmetric_memory
 from tp.planning.activations import STATISTIC_BYTES, layer_activations, step_activations
 from tp.planning.parameters import RankModel
-from tp.planning.step_collectives import LOSS_CHUNK
+from tp.training.cross_entropy import LOSS_CHUNK
 
 PARAMETER_BYTES = 4
 """Of a parameter in training, and of its gradient: float32 (`tp.training.mixed_precision`)."""

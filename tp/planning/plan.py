@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from tp.config import ModelConfig
 from tp.errors import CapacityError, RequestError
 from tp.generation.decode_graphs import CudaGraph, NativeTape
+from tp.generation.options import PREFILL_CHUNK
 from tp.layers.layout import SHARDED_PREFILL_TOKENS
 from tp.planning.hardware import ANY_DEGREE, Profile
 from tp.planning.memory import RankMemory, largest, serving_memory, training_memory
@@ -41,7 +42,7 @@ class Workload:
     nodes: int = 1
     batch: int = 1
     context: int = 4096
-    chunk: int = 512
+    chunk: int = PREFILL_CHUNK
     sharded: bool | None = None
     recomputed: bool = False
 

@@ -8,13 +8,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from tp.config import ModelConfig
+from tp.generation.decisions import first_bytes
 from tp.models.norm_placement import PLACEMENTS
 from tp.parallel.partition import held_segments, kv_head_ranges
 from tp.planning.collectives import ALL_GATHER, ALL_REDUCE, BROADCAST, REDUCE_SCATTER
 from tp.planning.parameters import VECTORS_OF_NORM, RankModel
+from tp.training.cross_entropy import LOSS_CHUNK
 
-LOSS_CHUNK = 1024
-"""Tokens whose logits exist at once, see `tp.training.cross_entropy.chunked_head_cross_entropy`."""
 LOSS_STATISTIC_BYTES = 16
 """Of a token and rank: four float32."""
 GRADIENT_BYTES = 4
@@ -22,9 +22,6 @@ GRADIENT_BYTES = 4
 GRADIENT_NORM_BYTES = 8
 CANDIDATE_BYTES = 20
 """Of a sequence and rank that the greedy sampler gathers, see `tp.generation.sampler`."""
-DECISION_BYTES = 128
-"""Of a decision that rank 0 broadcasts, and again of each of its tokens, see `tp.generation.decisions`."""
-DECISION_LENGTH_BYTES = 8
 
 
 @dataclass(frozen=True)
@@ -58,7 +55,7 @@ def step_collectives(
         made += [Collective(ALL_REDUCE, few_rows, 2)] if num_logits else []
     else:
         made += [Collective(ALL_REDUCE, rows, whole + 1)]
-    candidates, decision = num_sampled * CANDIDATE_BYTES, DECISION_LENGTH_BYTES + DECISION_BYTES * (1 + num_sampled)
+    candidates, decision = num_sampled * CANDIDATE_BYTES, first_bytes(num_sampled)
     made += [Collective(ALL_GATHER, model.tp_size * candidates, 1)] if num_sampled else []
     return (*made, Collective(BROADCAST, decision, 1))
 

@@ -2,7 +2,7 @@
 
     products       Σ max(bytes / read rate, FLOPs / matrix rate)      a roofline for each matrix
     attention      max(cache bytes / read rate, FLOPs / attention rate)
-    stream         bytes of what is no product / stream rate
+    stream         bytes of what is no product / stream rate, and of logits / the sampler's
     layers, step   a fixed cost for each pass through a layer, and for the step: launches, gaps, Python
     collectives    their latency, and what their bytes add
     optimizer      its bytes / stream rate
@@ -63,7 +63,7 @@ def step_time(work: StepWork, precision: Precision, profile: Profile, tp_size: i
     return StepTime(
         products_s=sum(_product_s(product, precision, rates) for product in work.products),
         attention_s=_attention_s(work.cache_bytes, work.attention_flops, rates),
-        stream_s=work.stream_bytes / rates.stream_bytes_per_s,
+        stream_s=_stream_s(work, rates),
         layers_s=work.num_layers * layer_s,
         step_s=rates.captured_step_s if work.captured else rates.eager_step_s,
         latency_s=sum(count * _latency_s(cost, work, rates) for count, cost in costs),
@@ -87,6 +87,11 @@ def slowest(times: Iterable[StepTime]) -> StepTime:
 def total(times: Sequence[StepTime]) -> StepTime:
     """Of steps that follow one another."""
     return sum(times, StepTime())
+
+
+def _stream_s(work: StepWork, rates: Rates) -> float:
+    sampling = work.sampler_bytes / (rates.sampler_bytes_per_s or rates.stream_bytes_per_s)
+    return work.stream_bytes / rates.stream_bytes_per_s + sampling
 
 
 def _latency_s(cost: Cost, work: StepWork, rates: Rates) -> float:

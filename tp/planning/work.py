@@ -50,6 +50,7 @@ class StepWork:
             limited by reading the cache.
         cache_bytes: keys and values that are read.
         stream_bytes: read and written by what is no product.
+        sampler_bytes: of logits that tokens are chosen from.
         optimizer_bytes: read and written by the optimiser.
         num_layers: passes through a layer, forward, backward and again, each of which has its fixed cost.
         captured: a decode step, which is replayed.
@@ -63,6 +64,7 @@ class StepWork:
     num_layers: int
     captured: bool
     collectives: tuple[Collective, ...]
+    sampler_bytes: int = 0
     optimizer_bytes: int = 0
 
     @property
@@ -188,7 +190,8 @@ def _step(
         products=tuple(products),
         attention_flops=0,
         cache_bytes=0,
-        stream_bytes=_stream_bytes(model, tokens, own) + SAMPLER_BYTES * num_sampled * model.parameters.head.rows,
+        stream_bytes=_stream_bytes(model, tokens, own),
+        sampler_bytes=SAMPLER_BYTES * num_sampled * model.parameters.head.rows,
         num_layers=layers,
         captured=captured,
         collectives=step_collectives(model, tokens, sharded, num_logits, num_sampled) if model.tp_size > 1 else (),

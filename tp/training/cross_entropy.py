@@ -26,6 +26,8 @@ from tp.parallel.group import TensorParallelGroup
 
 IGNORE_INDEX = -100
 """Label of a token that the loss leaves out, as in torch."""
+LOSS_CHUNK = 1024
+"""Tokens whose logits exist at once in `chunked_head_cross_entropy`."""
 
 
 def vocab_parallel_cross_entropy(
@@ -72,7 +74,7 @@ def chunked_head_cross_entropy(
     x: Tensor | Normed,
     labels: Tensor,
     *,
-    chunk_size: int = 1024,
+    chunk_size: int = LOSS_CHUNK,
     ignore_index: int = IGNORE_INDEX,
     label_smoothing: float = 0.0,
     data_parallel_group: TensorParallelGroup | None = None,
