@@ -202,9 +202,12 @@ def test_what_sigterm_interrupted_is_in_the_end_the_same_bits(inputs: Path, tmp_
 
 
 def _is_rank_of(process_id: int, launcher: int) -> bool:
+    """A child of the launcher that was given a rank; the process that cleans up after it has none."""
+    process = Path(f"/proc/{process_id}")
     try:
-        return int(Path(f"/proc/{process_id}/stat").read_text().rsplit(")", 1)[1].split()[1]) == launcher
-    except (FileNotFoundError, ProcessLookupError):
+        parent = int((process / "stat").read_text().rsplit(")", 1)[1].split()[1])
+        return parent == launcher and b"\0RANK=" in b"\0" + (process / "environ").read_bytes()
+    except (FileNotFoundError, ProcessLookupError, PermissionError):
         return False
 
 
