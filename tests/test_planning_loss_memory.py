@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from allocation import most_allocated
 from test_planning_plan import SEVEN_B
 
 from tp.models import CausalLM, initialise_parameters
@@ -19,19 +20,6 @@ TINY = replace(
 )
 
 
-def _most_bytes(call):
-    """The most that a call has allocated on the CPU at any time."""
-    call()
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profiler:
-        call()
-    events = [event for event in profiler.profiler.kineto_results.events() if event.name() == "[memory]"]
-    held = most = 0
-    for event in sorted(events, key=lambda event: event.start_ns()):
-        held += event.nbytes()
-        most = max(most, held)
-    return most
-
-
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("tokens, vocab_size, width", [(2048, 1500, 64), (1000, 1500, 64), (700, 300, 2000)])
 def test_the_loss_holds_as_much_as_is_planned(tokens, vocab_size, width, dtype):
@@ -42,6 +30,6 @@ def test_the_loss_holds_as_much_as_is_planned(tokens, vocab_size, width, dtype):
     states = torch.randn(tokens, width).to(getattr(torch, dtype)).requires_grad_()
     labels = torch.arange(tokens) % vocab_size
     (planned,) = distinct_ranks(config, Precision.of(dtype), 1)
-    most = _most_bytes(lambda: chunked_head_cross_entropy(model.lm_head, states, labels))
+    most = most_allocated(lambda: chunked_head_cross_entropy(model.lm_head, states, labels))
     assert most + tokens * planned.row_bytes == pytest.approx(loss_activations(planned, "cpu", tokens), rel=0.01)
     assert loss_activations(planned, "cuda", tokens) <= loss_activations(planned, "cpu", tokens)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
-from torch.profiler import ProfilerActivity, profile
+from allocation import most_allocated
 
 from benchmarks.activation_memory import CONFIG
 from tp.layers import KVCache, Replicate, SequenceSlice, ShardTokens, Step
@@ -28,6 +29,7 @@ SHAPES: dict[str, dict[str, Any]] = {
 """By what takes most, at t = 1 but for the gathered input, which does at t = 3 where the stream is sharded."""
 
 
+@torch.no_grad()
 def peaks(group, dtype):
     """(by the allocator, as derived) of each shape's prefill, in either layout."""
     found = {}
@@ -44,22 +46,9 @@ def peaks(group, dtype):
             model.model.choose_layout = layout
             sharded = layout is ShardTokens and group.size > 1
             derived = step_activations(planned, TOKENS, 2, sharded=sharded)
-            found[f"{name}, {layout.__name__}"] = allocated(model, step, cache), derived
+            measured = most_allocated(partial(model.next_token_logits, step, cache))
+            found[f"{name}, {layout.__name__}"] = measured, derived
     return found
-
-
-@torch.no_grad()
-def allocated(model, step, cache):
-    """The most bytes at any time beyond those that there were before."""
-    model.next_token_logits(step, cache)  # what is made once is made
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
-        model.next_token_logits(step, cache)
-    events = [event for event in profiled.profiler.kineto_results.events() if event.name() == "[memory]"]
-    now = most = 0
-    for event in sorted(events, key=lambda event: event.start_ns()):
-        now += event.nbytes()
-        most = max(most, now)
-    return most
 
 
 @pytest.mark.parametrize("t", [1, 2, 3])
