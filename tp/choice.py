@@ -11,6 +11,7 @@ DISABLE_VARIABLE = "TP_DECODER_DISABLE"
 """Environment variable: names of operations that use their plain form, separated by commas. Read when first needed."""
 
 OPERATIONS = (
+    "argmax_and_sum_exp",
     "cache_attention",
     "cross_entropy",
     "decode_attention",

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-LOWEST = torch.finfo(torch.float32).min
-"""Stands for a logit that must not win: finite, since −inf − (−inf) is not a number."""
+from tp.kernels.argmax_and_sum_exp import LOWEST
+
 NUCLEUS_PREFIX = 1024
 """How many of the most likely tokens top-p looks at before it sorts them all."""
 

@@ -16,7 +16,6 @@ from torch.nn import functional
 from tp.generation.draws import uniform
 from tp.generation.options import GenerationOptions
 from tp.generation.processors import (
-    LOWEST,
     best_columns,
     draw,
     likely_enough,
@@ -26,6 +25,7 @@ from tp.generation.processors import (
     repetition_penalty,
 )
 from tp.generation.scheduler import SequenceState
+from tp.kernels.argmax_and_sum_exp import LOWEST, argmax_and_sum_exp
 from tp.layers.embedding import ShardedLogits
 
 
@@ -100,19 +100,26 @@ class Sampler:
 
     def _best_candidates(self, logits: ShardedLogits, states: Sequence[SequenceState], count: int) -> Candidates | None:
         """The `count` best of each row: each rank's best and its share of Σ exp travel in one all-gather."""
-        group, width = logits.group, logits.local.shape[-1]
-        raw = logits.local.float()
-        real = raw[:, : logits.num_valid]
-        processed = self._process(real, logits.vocab_start_index, states)
-        processed = functional.pad(processed, (0, width - logits.num_valid), value=LOWEST)
-        columns = best_columns(processed, min(count, width))
-        local_max = real.amax(-1, keepdim=True) if logits.num_valid else raw.new_full((len(raw), 1), LOWEST)
-        local_sum = (real - local_max).exp().sum(-1, keepdim=True) + nan_unless_finite(real)
-        floats = torch.cat([local_max, local_sum, raw.gather(-1, columns), processed.gather(-1, columns)], dim=-1)
+        group = logits.group
+        best = argmax_and_sum_exp(logits.local[:, : logits.num_valid])
+        columns, raw, processed = best.columns, best.highest, best.highest
+        if count > 1 or self._alters(states):
+            columns, raw, processed = self._best_columns(logits, states, count)
+        floats = torch.cat([best.highest, best.sum_exp, raw, processed], dim=-1)
         ids = (columns + logits.vocab_start_index).to(torch.int32)
         packed = torch.cat([floats.view(torch.int32), ids], dim=-1)  # one payload: floats as their bits
         gathered = group.communicator.all_gather(packed, [len(packed)] * group.size)
         return _merge(gathered.unflatten(0, (group.size, -1)), count) if group.rank == 0 else None
+
+    def _best_columns(
+        self, logits: ShardedLogits, states: Sequence[SequenceState], count: int
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """This rank's `count` best columns of each row, what they hold, and what became of that; each [R, k]."""
+        raw = logits.local.float()
+        processed = self._process(raw[:, : logits.num_valid], logits.vocab_start_index, states)
+        processed = functional.pad(processed, (0, raw.shape[-1] - logits.num_valid), value=LOWEST)
+        columns = best_columns(processed, min(count, raw.shape[-1]))
+        return columns, raw.gather(-1, columns), processed.gather(-1, columns)
 
     def _all_candidates(self, logits: ShardedLogits, states: Sequence[SequenceState]) -> Candidates | None:
         whole = logits.whole()
@@ -122,6 +129,11 @@ class Sampler:
         ids = torch.arange(logits.vocab_size, device=raw.device).expand_as(raw)
         log_normaliser = raw.logsumexp(-1) + nan_unless_finite(raw).squeeze(-1)
         return Candidates(ids, raw, self._process(raw, 0, states), log_normaliser)
+
+    def _alters(self, states: Sequence[SequenceState]) -> bool:
+        """Whether `_process` changes anything."""
+        masks = bool(self._end_ids) and any(len(state.new_ids) < self._min_new_tokens for state in states)
+        return masks or self._sampling.repetition_penalty != 1
 
     def _process(self, logits: Tensor, first_id: int, states: Sequence[SequenceState]) -> Tensor:
         """Penalty and masks on the columns [first_id, first_id + K) of the vocabulary."""

@@ -11,9 +11,9 @@ from torch import Tensor
 from tp.errors import NumericalError, RequestError
 from tp.generation.not_finite import ADVICE, locate_non_finite
 from tp.generation.options import GenerationOptions
-from tp.generation.processors import LOWEST, nan_unless_finite
 from tp.generation.request import Prompt, Request, encode_prompts, share_request, statement_of_prompts
 from tp.generation.text_model import TextModel
+from tp.kernels.argmax_and_sum_exp import argmax_and_sum_exp
 from tp.layers.embedding import ShardedLogits
 from tp.layers.kv_cache import KVCache
 from tp.layers.step import SequenceSlice, Step
@@ -89,15 +89,11 @@ def token_logprobs(logits: ShardedLogits, targets: Tensor) -> Tensor:
         logits: [R, V]; float32 statistics whatever their dtype.
         targets: [R] int64.
     """
-    real = logits.local[:, : logits.num_valid].float()
-    if not logits.num_valid:  # a rank may own no real column
-        real = real.new_full((len(real), 1), LOWEST)
-    local_max = real.amax(-1)
-    local_sum = (real - local_max.unsqueeze(-1)).exp().sum(-1) + nan_unless_finite(real).squeeze(-1)
-    local_targets = targets - logits.vocab_start_index
+    best = argmax_and_sum_exp(logits.local[:, : logits.num_valid])
+    local_targets = (targets - logits.vocab_start_index).unsqueeze(-1)
     owned = (local_targets >= 0) & (local_targets < logits.num_valid)
-    at_target = real.gather(-1, local_targets.where(owned, 0).unsqueeze(-1)).squeeze(-1).where(owned, 0)
-    packed = torch.stack([local_max, local_sum, at_target], dim=-1)
+    at_target = logits.local.gather(-1, local_targets.where(owned, 0)).float().where(owned, 0)
+    packed = torch.cat([best.highest, best.sum_exp, at_target], dim=-1)
     group = logits.group
     gathered: Tensor = group.communicator.all_gather(packed, [len(packed)] * group.size).unflatten(0, (group.size, -1))
     rank_max, rank_sum, rank_target = gathered[..., 0], gathered[..., 1], gathered[..., 2]

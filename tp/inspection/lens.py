@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from tp.errors import RequestError
-from tp.generation.processors import LOWEST, best_columns
+from tp.generation.processors import best_columns
+from tp.kernels.argmax_and_sum_exp import LOWEST
 from tp.layers.embedding import ShardedLogits
 from tp.models.causal_lm import CausalLM
 
