@@ -266,6 +266,26 @@ def test_capturing_changes_no_number(ranks, family, t, dtype):
         assert t == 1 or runs[0][1] > 0 or library() is None
 
 
+@torch.no_grad()
+def _long_prompt_with_and_without(group, config, weights):
+    """Logits after a prompt whose products have more rows than those of the tokens that give logits."""
+    model = parallel_model(config, weights, group)
+    found = []
+    for points in ((), POINTS):
+        cache = KVCache(model.config, group, 2, 48, dtype=torch.float32)
+        prompts = Step(torch.arange(80) % 50, (SequenceSlice(47, slot=0), SequenceSlice(33, slot=1)))
+        with capture(model, points) if points else contextlib.nullcontext():
+            found.append(model.next_token_logits(prompts, cache).whole())
+    return found
+
+
+@pytest.mark.parametrize("t", [1, 3])
+def test_after_a_long_prompt_logits_differ_by_rounding_alone(ranks, t):
+    weights = transformers_model("llama").state_dict()
+    for without, captured in ranks(t).run(_long_prompt_with_and_without, hub_config("llama"), weights):
+        assert (captured - without).abs().max() <= 1e-5 * without.abs().max()
+
+
 def _stream(group, config, weights, captures):
     """Ids of a stream whose third to fifth tokens are taken inside a capture, and what it saw."""
     model = parallel_model(config, weights, group, torch.bfloat16, LanguageModel)

@@ -127,8 +127,23 @@ def test_linear_of_many_rows(rows: int, columns: int, out: int, threads: int) ->
         assert_rounded_once(y, exact, x.double().abs() @ weight.double().abs().t())
 
 
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("weights", ["plain", "int8"])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("columns, out", [(24, 5), (100, 48), (896, 97), (333, 3)])
+def test_a_row_of_few_is_the_same_whatever_their_number(
+    columns: int, out: int, dtype: torch.dtype, weights: str, threads: int
+) -> None:
+    torch.set_num_threads(threads)
+    x, weight, bias = (random(*sizes, dtype=dtype) for sizes in ((MOST_SKINNY_ROWS, columns), (out, columns), (out,)))
+    used = Int8Weight(weight, weight.abs().amax(1)) if weights == "int8" else weight
+    alone = torch.cat([linear(row, used, bias) for row in x.split(1)])
+    for rows in range(2, MOST_SKINNY_ROWS + 1):
+        assert torch.equal(linear(x[:rows], used, bias), alone[:rows]), rows
+
+
 @pytest.mark.skipif(not MULTIPLIES_BFLOAT16, reason="the CPU has no AVX512-BF16")
-def test_a_row_is_the_same_whatever_the_number_of_rows() -> None:
+def test_a_row_of_many_is_the_same_whatever_their_number() -> None:
     x, weight = random(200, 4130, dtype=torch.bfloat16), random(70, 4130, dtype=torch.bfloat16)
     with no_linear_of_torch():
         y = linear(x, weight)

@@ -38,8 +38,9 @@ def capture(
 ) -> Iterator[ActivationCache]:
     """Within the block, copies what passes the points in every forward of `model`. Every rank opens it alike.
 
-    It changes no number. Values are complete (summed over the ranks, the write's bias and norm included) and in token
-    order. What activation checkpointing computes again in the backward is not captured a second time.
+    It changes no number (docs/inspection.md has the exception). Values are complete (summed over the ranks, the
+    write's bias and norm included) and in token order. What activation checkpointing computes again in the backward is
+    not captured a second time.
 
     Args:
         points: of `tp.inspection.POINTS`.

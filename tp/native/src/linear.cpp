@@ -1,6 +1,7 @@
 // y = x Wᵀ + b for a few rows of x: the weights are read from memory once, in their plain [out, in] order.
 //
-// Products are accumulated in float32 and rounded once, after the bias. int8 weights have a scale for each output.
+// Products are accumulated in float32 and rounded once, after the bias. int8 weights have a scale for each output. A row's
+// results do not depend on how many rows there are: every tile adds up alike.
 
 #include <algorithm>
 #include <cmath>
@@ -30,7 +31,7 @@ struct Plain<float> {
   static constexpr int64_t kGroup = kLanes;
   static float prepare(const float* x, int64_t size, float* to) { return spread(x, size, to), 1.0f; }
   static Group group(const float* from) { return load(from); }
-  static void add(Total& total, Group w, const float* x) { total += w * load(x); }
+  static void add(Total& total, Group w, const float* x) { total = add_product(total, w, load(x)); }
 };
 
 #if defined(__AVX512BF16__)
@@ -61,8 +62,8 @@ struct Plain<BFloat16> {
     return {even(pairs), odd(pairs)};
   }
   static void add(Total& total, const Group& w, const float* x) {
-    total += w.evens * load(x);
-    total += w.odds * load(x + kLanes);
+    total = add_product(total, w.evens, load(x));
+    total = add_product(total, w.odds, load(x + kLanes));
   }
 };
 #endif
@@ -80,7 +81,7 @@ struct Widened {
     return 1.0f;
   }
   static Group group(const int8_t* from) { return load(from); }
-  static void add(Total& total, Group w, const float* x) { total += w * load(x); }
+  static void add(Total& total, Group w, const float* x) { total = add_product(total, w, load(x)); }
 };
 
 #if defined(__AVX2__)
@@ -149,38 +150,26 @@ struct Problem {
 // does not keep it busy.
 template <int kStreams, int kRows, typename T, typename P>
 void tile(const Problem<T, P>& p, int64_t row, int64_t n, int64_t apart, float* results) {
-  constexpr int kGroups = kRows == 1 ? 2 : 1;  // accumulators enough to hide the latency of adds
   const typename P::Weight* weight = p.weight + n * p.columns;
   const auto* x = p.x + row * p.columns;
   const int64_t stride = apart * p.columns;
-  typename P::Total totals[kStreams][kRows][kGroups] = {};
-  int64_t k = 0;
-  for (; k + kGroups * P::kGroup <= p.whole; k += kGroups * P::kGroup) {
+  typename P::Total totals[kStreams * kRows] = {};
+  const auto add_group = [&](int64_t k) __attribute__((always_inline)) {
 #pragma GCC unroll 4
-    for (int i = 0; i < kStreams; ++i)
-#pragma GCC unroll 2
-      for (int group = 0; group < kGroups; ++group) {
-        const int64_t place = k + group * P::kGroup;
-        const auto weights = P::group(weight + i * stride + place);
+    for (int i = 0; i < kStreams; ++i) {
+      const auto weights = P::group(weight + i * stride + k);
 #pragma GCC unroll 16
-        for (int m = 0; m < kRows; ++m) P::add(totals[i][m][group], weights, x + m * p.columns + place);
-      }
-  }
-  for (; k < p.whole; k += P::kGroup)
-#pragma GCC unroll 4
-    for (int i = 0; i < kStreams; ++i)
-#pragma GCC unroll 16
-      for (int m = 0; m < kRows; ++m) P::add(totals[i][m][0], P::group(weight + i * stride + k), x + m * p.columns + k);
-  typename P::Total whole[kStreams * kRows];
-#pragma GCC unroll 4
-  for (int i = 0; i < kStreams; ++i)
-#pragma GCC unroll 16
-    for (int m = 0; m < kRows; ++m) {
-      whole[i * kRows + m] = totals[i][m][0];
-      for (int group = 1; group < kGroups; ++group) whole[i * kRows + m] += totals[i][m][group];
+      for (int m = 0; m < kRows; ++m) P::add(totals[i * kRows + m], weights, x + m * p.columns + k);
     }
+  };
+  constexpr int64_t kStep = (kRows <= 2 ? 4 : 1) * P::kGroup;  // few rows give little to do between two branches
+  int64_t k = 0;
+  for (; k + kStep <= p.whole; k += kStep)
+#pragma GCC unroll 4
+    for (int64_t place = k; place < k + kStep; place += P::kGroup) add_group(place);
+  for (; k < p.whole; k += P::kGroup) add_group(k);
   float summed[kStreams * kRows];
-  sums<kStreams * kRows>(whole, summed);
+  sums<kStreams * kRows>(totals, summed);
   for (int i = 0; i < kStreams * kRows; ++i) results[i * kLine] = summed[i];
 }
 
@@ -190,7 +179,8 @@ void finish(const Problem<T, P>& p, int64_t row, int64_t n, int64_t count, float
   if (p.whole < p.columns)
     for (int64_t j = 0; j < count; ++j)
       for (int64_t k = p.whole; k < p.columns; ++k)
-        results[j] += to_float(p.weight[(n + j) * p.columns + k]) * to_float(p.x[row * p.columns + k]);
+        results[j] =
+            std::fma(to_float(p.weight[(n + j) * p.columns + k]), to_float(p.x[row * p.columns + k]), results[j]);
   if (p.scales)
     for (int64_t j = 0; j < count; ++j) results[j] *= p.scales[n + j] * p.units[row];
   if (p.bias)
