@@ -27,7 +27,7 @@ def test_every_name_is_documented_and_used():
 def test_a_mistyped_name_is_refused_before_anything_is_loaded(monkeypatch, make):
     monkeypatch.setattr(choice, "_disabled", None)
     monkeypatch.setenv(choice.DISABLE_VARIABLE, "rms_norm,rms_nrom")
-    with pytest.raises(RequestError, match="^TP_DECODER_DISABLE knows no rms_nrom: its names are argmax_and_sum_exp, .*"):
+    with pytest.raises(RequestError, match="^TP_DECODER_DISABLE knows no rms_nrom: its names are argmax_.*"):
         make()
 
 
