@@ -2,7 +2,9 @@
 
 Every time is a sum of what the step asks for, each at a rate that is not known yet: bytes of weights and cache that
 are read, FLOPs of products with so many rows, FLOPs of attention, bytes of what is no product, logits that tokens are
-chosen from, layers and steps. The rates are those that explain all times of a degree best, see `fit_nonnegative`.
+chosen from, layers and steps. The rates are those that explain all times of a degree best, see `fit_nonnegative`; what
+they leave no time for is counted with what it is most like: sampling with the stream, the stream with reading,
+attention with products of most rows.
 """
 
 from __future__ import annotations
@@ -69,10 +71,29 @@ def fit_rates(
         steps = _steps(each, precision, tp_size, chunk)
         columns.append(_sum([_column(step, precision) for step in steps]))
         seconds.append(max(each.seconds - sum(_known_s(step, tp_size, fabric) for step in steps), each.seconds / 10))
+    found = _costs(columns, seconds)
+    for name, like in (SAMPLER, STREAM), (STREAM, READ), (ATTENTION, _most_rows(columns)):
+        if like and not found.get(name):
+            columns = [_counted_as(column, name, like) for column in columns]
+            found = _costs(columns, seconds)
+    return _with_collectives(_rates(found, precision), alone)
+
+
+def _costs(columns: Sequence[dict[str, float]], seconds: Sequence[float]) -> dict[str, float]:
+    """Seconds for one of each, by name."""
     names = sorted({name for column in columns for name in column})
     rows = [[column.get(name, 0.0) for name in names] for column in columns]
-    found = dict(zip(names, fit_nonnegative(rows, seconds), strict=True))
-    return _with_collectives(_rates(found, precision), alone)
+    return dict(zip(names, fit_nonnegative(rows, seconds), strict=True))
+
+
+def _most_rows(columns: Sequence[dict[str, float]]) -> str:
+    """The name of the products with most rows; empty where there are none."""
+    rows = [_rows_of(name) for column in columns for name in column if _is_flops(name)]
+    return _flops_name(max(rows)) if rows else ""
+
+
+def _counted_as(column: dict[str, float], name: str, like: str) -> dict[str, float]:
+    return {**column, name: 0.0, like: column.get(like, 0.0) + column.get(name, 0.0)}
 
 
 def _steps(observation: Observation, precision: Precision, tp_size: int, chunk: int) -> list[StepWork]:
@@ -112,12 +133,12 @@ def _known_s(step: StepWork, tp_size: int, fabric: Fabric) -> float:
 
 
 def _rates(found: dict[str, float], precision: Precision) -> Rates:
-    """A cost that no time asked for is taken to be as that of what is most like it."""
+    """A cost that the times leave none for is that of what is most like it."""
     if not found.get(READ):
         raise RequestError("the times that were measured leave none for reading memory: measure with less else running")
     read = 1 / found[READ]
     points = [(1, 2 * read / precision.matrix_itemsize)]
-    points += sorted((int(name.split()[1]), 1 / cost) for name, cost in found.items() if name[0] == "f" and cost)
+    points += sorted((_rows_of(name), 1 / cost) for name, cost in found.items() if _is_flops(name) and cost)
     return Rates(
         read_bytes_per_s=read,
         matrix_flops_per_s={precision.dtype: tuple(points)},
@@ -140,6 +161,14 @@ def _with_collectives(rates: Rates, alone: Rates | None) -> Rates:
 
 def _flops_name(rows: int) -> str:
     return f"flops {rows}"
+
+
+def _is_flops(name: str) -> bool:
+    return name.startswith("flops ")
+
+
+def _rows_of(name: str) -> int:
+    return int(name.removeprefix("flops "))
 
 
 def _sum(columns: Sequence[dict[str, float]]) -> dict[str, float]:
