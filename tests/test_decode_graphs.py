@@ -15,12 +15,12 @@ import torch
 from generation_models import VOCAB_SIZE, tiny_model
 from pool import RankPool
 
+from tp import choice
 from tp.errors import CapacityError, CommunicationError
 from tp.generation import GenerationOptions
 from tp.generation import decode_graphs as decode_graphs_module
 from tp.generation import engine as engine_module
 from tp.generation.decode_graphs import Capture, CaptureError, CudaGraph, DecodeGraphs, Replay, Run, capture_for
-from tp.kernels import decode_attention as decode_attention_module
 from tp.layers import KVCache, SequenceSlice, ShardedLogits, Step
 from tp.models import prepare_for_inference
 from tp.parallel import TensorParallelGroup
@@ -157,7 +157,7 @@ def test_padding_takes_no_memory_and_nothing_from_sequences_that_wait(monkeypatc
 def without_kernel(group: TensorParallelGroup) -> bool:
     """The same ids where decode attention is switched off: nothing may be captured, nor written, by its stand-in."""
     expected = ids_and_warnings(group, {})
-    with mock.patch.object(decode_attention_module, "_native", return_value=None):
+    with mock.patch.object(choice, "_disabled", frozenset(["decode_attention"])):
         return ids_and_warnings(group, {}) == expected
 
 

@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from tp.kernels import decode_attention as decode_attention_module
+from tp import choice
 from tp.kernels import linear as linear_module
-from tp.kernels import native_attention as native_attention_module
+from tp.kernels import widening
 from tp.kernels.attention import causal_attention
 from tp.kernels.cache_attention import QueryGroups
 from tp.kernels.decode_attention import decode_attention, has_decode_attention
@@ -168,6 +168,13 @@ def test_linear_widened_to_float32(dtype: torch.dtype, monkeypatch: pytest.Monke
     assert_rounded_once(linear(x, weight, bias), exact, x.double().abs() @ weight.double().abs().t())
 
 
+def test_widening_is_switched_off_by_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(widening, "_lacks_products", lambda dtype: True)
+    for disabled in (frozenset(), frozenset([widening.NAME])):
+        monkeypatch.setattr(choice, "_disabled", disabled)
+        assert widening.widens(random(2, 2)) == (not disabled)
+
+
 @pytest.mark.parametrize("threads", [1, 5])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("window", [None, 7])
@@ -300,22 +307,3 @@ def test_indices_and_positions_of_any_strides_and_integers(dtype: torch.dtype) -
         assert torch.equal(rows_of(table, indices), table[[8, 3, 0]])
         assert torch.equal(rows_of(int8, indices), int8.rows(torch.tensor([8, 3, 0])))
         torch.testing.assert_close(cos_and_sin(indices, frequencies, 1.0, dtype), expected)
-
-
-def test_names_switch_kernels_off(monkeypatch: pytest.MonkeyPatch) -> None:
-    kernels = [
-        (linear_module, "_kernel", "native_linear", ("native_linear", "tp_linear_bfloat16")),
-        (decode_attention_module, "_native", "decode_attention", (torch.bfloat16,)),
-        (native_attention_module, "_native", "prefill_attention", (torch.bfloat16,)),
-    ]
-    if MULTIPLIES_BFLOAT16:
-        kernels.append((linear_module, "_kernel", "native_gemm", ("native_gemm", "tp_gemm_bfloat16")))
-    for module, lookup, name, arguments in kernels:
-        function = getattr(module, lookup)
-        function.cache_clear()
-        assert function(*arguments) is not None
-        function.cache_clear()
-        monkeypatch.setattr(module, "enabled", lambda asked, name=name: asked != name)
-        assert function(*arguments) is None
-        function.cache_clear()
-        monkeypatch.undo()

@@ -304,8 +304,8 @@ def _kinds(group, how):
     with warnings.catch_warnings(record=True) as warned, pytest.MonkeyPatch.context() as patch:
         warnings.simplefilter("always")
         patch.setattr(choice, "_warned", set())
-        if how == "switched off" and group.rank == 1:
-            patch.setattr(choice, "_disabled", frozenset(["shared_memory"]))
+        if how in choice.OPERATIONS and group.rank == 1:
+            patch.setattr(choice, "_disabled", frozenset([how]))
         if how == "another host":
             patch.setattr(shared_segment, "this_host", lambda: f"host {group.rank}")
         if how == "not allowed" and group.rank == 1:
@@ -320,7 +320,7 @@ def _not_allowed(*arguments):
     raise PermissionError(13, "Permission denied")
 
 
-@pytest.mark.parametrize("how", ["switched off", "another host", "not allowed"])
+@pytest.mark.parametrize("how", ["shared_memory", "native", "another host", "not allowed"])
 def test_gloo_takes_over_on_all_ranks(ranks, how):
     outcomes = ranks(2).run(_kinds, how)
     assert [outcome[:2] for outcome in outcomes] == [("OrderedCommunicator", 2.0)] * 2
@@ -525,13 +525,7 @@ def _fused_results(group, dtype, slot_bytes, rows, columns):
         fused = run()
         counted = (communicator.statistics.calls, communicator.statistics.bytes)
         patch.setattr(choice, "_disabled", frozenset([FUSED, "native_rms_norm"]))
-        from tp.kernels import native_rms_norm
-
-        native_rms_norm._rms_norm.cache_clear()
-        native_rms_norm._add_rms_norm.cache_clear()
         plain = run()
-    native_rms_norm._rms_norm.cache_clear()
-    native_rms_norm._add_rms_norm.cache_clear()
     assert all(map(torch.equal, before, (partial, residual, bias, weight)))
     communicator.close()
     return fused, plain, counted

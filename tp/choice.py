@@ -64,7 +64,9 @@ def disabled() -> frozenset[str]:
 
 
 def disable(names: str) -> None:
-    """Switches off the operations in a comma-separated list, and on all others.
+    """Switches off the operations in a comma-separated list, and on all others, from their next call on.
+
+    Communicators and captured decode steps that exist already stay as they are.
 
     Raises:
         RequestError: a name that is not one of `OPERATIONS`; nothing is changed.

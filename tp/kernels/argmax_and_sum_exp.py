@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from tp.choice import enabled
-from tp.native.library import ADDRESS, INTEGER, THREADS, native_function
+from tp.native.library import ADDRESS, INTEGER, THREADS, NativeFunction
+from tp.native.operation import NativeOperation
 
 NAME = "argmax_and_sum_exp"
 """For `tp.choice`."""
 LOWEST = torch.finfo(torch.float32).min
 """The highest of no values: finite, since −inf − (−inf) is not a number."""
-_NATIVE = {torch.bfloat16: "tp_argmax_and_sum_exp_bfloat16", torch.float32: "tp_argmax_and_sum_exp_float32"}
+_NATIVE = NativeOperation(NAME, "tp_argmax_and_sum_exp", ADDRESS, *(INTEGER,) * 3, *(ADDRESS,) * 3, THREADS)
 
 
 @dataclass(frozen=True)
@@ -41,7 +38,7 @@ def argmax_and_sum_exp(logits: Tensor) -> ArgmaxAndSumExp:
     Args:
         logits: [R, K], any floating dtype; K may be 0.
     """
-    if logits.is_cpu and logits.stride(1) == 1 and (native := _native(logits.dtype)) is not None:
+    if logits.is_cpu and logits.stride(1) == 1 and (native := _NATIVE.for_dtype(logits.dtype)) is not None:
         return _native_argmax_and_sum_exp(native, logits)
     return plain_argmax_and_sum_exp(logits)
 
@@ -58,7 +55,7 @@ def plain_argmax_and_sum_exp(logits: Tensor) -> ArgmaxAndSumExp:
     return ArgmaxAndSumExp(columns, highest, sum_exp + (lowest - lowest))  # −∞ alone does not show in exp
 
 
-def _native_argmax_and_sum_exp(native: Callable[..., Any], logits: Tensor) -> ArgmaxAndSumExp:
+def _native_argmax_and_sum_exp(native: NativeFunction, logits: Tensor) -> ArgmaxAndSumExp:
     rows, width = logits.shape
     columns = torch.empty(rows, 1, dtype=torch.int64)
     highest, sum_exp = torch.empty(rows, 1), torch.empty(rows, 1)
@@ -67,10 +64,3 @@ def _native_argmax_and_sum_exp(native: Callable[..., Any], logits: Tensor) -> Ar
         torch.get_num_threads(),
     )  # fmt: skip
     return ArgmaxAndSumExp(columns, highest, sum_exp)
-
-
-@functools.cache
-def _native(dtype: torch.dtype) -> Callable[..., Any] | None:
-    if dtype not in _NATIVE or not enabled(NAME):
-        return None
-    return native_function(_NATIVE[dtype], ADDRESS, INTEGER, INTEGER, INTEGER, ADDRESS, ADDRESS, ADDRESS, THREADS)

@@ -2,26 +2,31 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
-from typing import Any
-
 import torch
 from torch import Tensor
 
 from tp.choice import enabled
 from tp.kernels.cache_attention import QueryGroups, cache_attention
 from tp.kernels.rotary import rotate_queries_and_keys
-from tp.native.library import ADDRESS, FLOAT, INTEGER, THREADS, native_function
+from tp.native.library import ADDRESS, FLOAT, INTEGER, THREADS, NativeFunction
+from tp.native.operation import NativeOperation
 
-NATIVE = {torch.bfloat16: "tp_decode_attention_bfloat16", torch.float32: "tp_decode_attention_float32"}
+NAME = "decode_attention"
+"""For `tp.choice`."""
+_NATIVE = NativeOperation(
+    NAME, "tp_decode_attention",
+    *(ADDRESS, INTEGER) * 3,
+    *(ADDRESS,) * 4, INTEGER, INTEGER,
+    *(ADDRESS,) * 3, INTEGER, FLOAT,
+    ADDRESS, *(INTEGER,) * 4, THREADS,
+)  # fmt: skip
 
 
 def has_decode_attention(dtype: torch.dtype, device: torch.device) -> bool:
     """Whether decode steps have a kernel of their own here; else `causal_attention` serves each sequence."""
     if device.type == "cuda":
-        return enabled("decode_attention") and enabled("cache_attention")
-    return device.type == "cpu" and _native(dtype) is not None
+        return enabled(NAME) and enabled("cache_attention")
+    return device.type == "cpu" and _NATIVE.for_dtype(dtype) is not None
 
 
 def decode_attention(
@@ -48,7 +53,7 @@ def decode_attention(
         groups: the query heads of each KV head.
         window: how many last positions (the own included) a token sees; None = all.
     """
-    native = _native(q_BHd.dtype) if q_BHd.is_cpu else None
+    native = _NATIVE.for_dtype(q_BHd.dtype) if q_BHd.is_cpu else None
     alike = all(part.dtype == q_BHd.dtype and part.stride() == cache[0].stride() for part in cache)
     if native is not None and alike:
         return _native_attention(native, q_BHd, k_BHd, v_BHd, rotary, cache, slots, starts, groups, window)
@@ -60,7 +65,7 @@ def decode_attention(
 
 
 def _native_attention(
-    native: Callable[..., Any],
+    native: NativeFunction,
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -82,16 +87,3 @@ def _native_attention(
         out.data_ptr(), batch, heads, k.shape[1], head_dim, torch.get_num_threads(),
     )  # fmt: skip
     return out
-
-
-@functools.cache
-def _native(dtype: torch.dtype) -> Callable[..., Any] | None:
-    if dtype not in NATIVE or not enabled("decode_attention"):
-        return None
-    return native_function(
-        NATIVE[dtype],
-        *(ADDRESS, INTEGER) * 3,
-        *(ADDRESS,) * 4, INTEGER, INTEGER,
-        *(ADDRESS,) * 3, INTEGER, FLOAT,
-        ADDRESS, *(INTEGER,) * 4, THREADS,
-    )  # fmt: skip

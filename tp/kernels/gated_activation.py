@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
@@ -11,9 +10,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from tp.choice import enabled
 from tp.kernels.triton.use import uses_triton
-from tp.native.library import ADDRESS, INTEGER, THREADS, native_function
+from tp.native.library import ADDRESS, INTEGER, THREADS, NativeFunction
+from tp.native.operation import NativeOperation
 
 ACTIVATION_FUNCTIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
     "silu": functional.silu,
@@ -21,7 +20,7 @@ ACTIVATION_FUNCTIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
     "gelu_pytorch_tanh": partial(functional.gelu, approximate="tanh"),
     "relu": functional.relu,
 }
-_NATIVE = {torch.bfloat16: "tp_silu_and_mul_bfloat16", torch.float32: "tp_silu_and_mul_float32"}
+_NATIVE = NativeOperation("silu_and_mul", "tp_silu_and_mul", ADDRESS, INTEGER, ADDRESS, INTEGER, INTEGER, THREADS)
 
 
 def activation_and_mul(gate_up: Tensor, activation: str) -> Tensor:
@@ -68,7 +67,7 @@ def plain_activation_and_mul_backward(dy: Tensor, gate_up: Tensor, activation: s
 def _forward(gate_up: Tensor, activation: str) -> Tensor:
     if activation != "silu":
         return plain_activation_and_mul(gate_up, activation)
-    if gate_up.is_cpu and gate_up.dim() == 2 and (native := _native(gate_up.dtype)) is not None:
+    if gate_up.is_cpu and gate_up.dim() == 2 and (native := _NATIVE.for_dtype(gate_up.dtype)) is not None:
         return _native_silu_and_mul(native, gate_up)
     if not uses_triton("silu_and_mul", gate_up):
         return plain_activation_and_mul(gate_up, activation)
@@ -97,16 +96,9 @@ class _ActivationAndMul(torch.autograd.Function):
         return _backward(dy, ctx.saved_tensors[0], ctx.activation), None
 
 
-def _native_silu_and_mul(native: Callable[..., Any], gate_up: Tensor) -> Tensor:
+def _native_silu_and_mul(native: NativeFunction, gate_up: Tensor) -> Tensor:
     rows, width = gate_up.shape
     gate_up = gate_up if gate_up.stride(1) == 1 else gate_up.contiguous()
     y = gate_up.new_empty(rows, width // 2)
     native(gate_up.data_ptr(), gate_up.stride(0), y.data_ptr(), rows, width // 2, torch.get_num_threads())
     return y
-
-
-@functools.cache
-def _native(dtype: torch.dtype) -> Callable[..., Any] | None:
-    if dtype not in _NATIVE or not enabled("silu_and_mul"):
-        return None
-    return native_function(_NATIVE[dtype], ADDRESS, INTEGER, ADDRESS, INTEGER, INTEGER, THREADS)

@@ -2,37 +2,26 @@
 
 from __future__ import annotations
 
-import ctypes
-import functools
-from collections.abc import Callable
-from typing import Any
-
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from tp.choice import enabled
 from tp.errors import AutogradError
 from tp.kernels.int8_weight import Int8Weight
 from tp.kernels.widening import widens
-from tp.native.library import ADDRESS, INTEGER, THREADS, native_function
+from tp.native.library import ADDRESS, INTEGER, THREADS, NativeFunction
+from tp.native.operands import address
+from tp.native.operation import NativeOperation
 
 MOST_SKINNY_ROWS = 32
 """Up to this many rows of x, the kernel that streams each weight once; above, a GEMM."""
-SKINNY = {
-    (torch.bfloat16, torch.bfloat16): "tp_linear_bfloat16",
-    (torch.float32, torch.float32): "tp_linear_float32",
-    (torch.bfloat16, torch.int8): "tp_linear_bfloat16_int8",
-    (torch.float32, torch.int8): "tp_linear_float32_int8",
-}
-"""The C++ kernel of few rows for dtypes of x and of the weight."""
-GEMM = {
-    (torch.bfloat16, torch.bfloat16): "tp_gemm_bfloat16",
-    (torch.bfloat16, torch.int8): "tp_gemm_bfloat16_int8",
-}
-"""That of many rows, on a CPU with instructions for bfloat16; for other dtypes torch's is as good."""
 WIDENED_ROWS = 512
 """Rows of the weight that are widened to float32 at a time: they stay in the last-level cache."""
+_ARGUMENTS = (ADDRESS, INTEGER, *(ADDRESS,) * 4, *(INTEGER,) * 3, THREADS)
+_LINEAR = NativeOperation("native_linear", "tp_linear", *_ARGUMENTS)
+_LINEAR_INT8 = NativeOperation("native_linear", "tp_linear_int8", *_ARGUMENTS)
+_GEMM = NativeOperation("native_gemm", "tp_gemm", *_ARGUMENTS)
+_GEMM_INT8 = NativeOperation("native_gemm", "tp_gemm_int8", *_ARGUMENTS)
 
 
 def linear(x: Tensor, weight: Tensor | Int8Weight, bias: Tensor | None = None) -> Tensor:
@@ -74,15 +63,16 @@ def _has_few_rows(x: Tensor) -> bool:
     return x.numel() <= MOST_SKINNY_ROWS * x.shape[-1]
 
 
-def _native(x: Tensor, weight_dtype: torch.dtype) -> Callable[..., Any] | None:
+def _native(x: Tensor, weight_dtype: torch.dtype) -> NativeFunction | None:
     """The C++ kernel for x's rows, if there is one."""
-    if not x.is_cpu or x.numel() == 0:
+    if not x.is_cpu or x.numel() == 0 or weight_dtype not in (x.dtype, torch.int8):
         return None
+    int8 = weight_dtype == torch.int8
     if _has_few_rows(x):
-        return _kernel("native_linear", SKINNY.get((x.dtype, weight_dtype)))
-    if x.shape[-1] % 2 or not _multiplies_bfloat16():
+        return (_LINEAR_INT8 if int8 else _LINEAR).for_dtype(x.dtype)
+    if x.shape[-1] % 2:
         return None  # the kernel takes columns in pairs
-    return _kernel("native_gemm", GEMM.get((x.dtype, weight_dtype)))
+    return (_GEMM_INT8 if int8 else _GEMM).for_dtype(x.dtype)
 
 
 def _fits(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
@@ -96,15 +86,14 @@ def _fits(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
 
 
 def _native_linear(
-    native: Callable[..., Any], x: Tensor, weight: Tensor, scales: Tensor | None, bias: Tensor | None
+    native: NativeFunction, x: Tensor, weight: Tensor, scales: Tensor | None, bias: Tensor | None
 ) -> Tensor:
     out_features, in_features = weight.shape
     x_rows = x if x.dim() == 2 and x.stride(1) == 1 else x.reshape(-1, in_features).contiguous()
     y = x.new_empty(x_rows.shape[0], out_features)
     native(
-        x_rows.data_ptr(), x_rows.stride(0), weight.data_ptr(), None if scales is None else scales.data_ptr(),
-        None if bias is None else bias.data_ptr(), y.data_ptr(), x_rows.shape[0], in_features, out_features,
-        torch.get_num_threads(),
+        x_rows.data_ptr(), x_rows.stride(0), weight.data_ptr(), address(scales), address(bias), y.data_ptr(),
+        x_rows.shape[0], in_features, out_features, torch.get_num_threads(),
     )  # fmt: skip
     return y if x.dim() == 2 else y.view(*x.shape[:-1], out_features)
 
@@ -124,17 +113,3 @@ def _widened_linear(x: Tensor, weight: Tensor, scales: Tensor | None, bias: Tens
             product += bias[rows]
         y[:, rows] = product
     return y.view(*x.shape[:-1], out_features)
-
-
-@functools.cache
-def _multiplies_bfloat16() -> bool:
-    """Whether the library was built for a CPU with instructions for it."""
-    asked = native_function("tp_multiplies_bfloat16", result=ctypes.c_int)
-    return asked is not None and bool(asked())
-
-
-@functools.cache
-def _kernel(operation: str, function: str | None) -> Callable[..., Any] | None:
-    if function is None or not enabled(operation):
-        return None
-    return native_function(function, ADDRESS, INTEGER, *(ADDRESS,) * 4, *(INTEGER,) * 3, THREADS)

@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
-from typing import Any
-
 import torch
 from torch import Tensor
 
-from tp.choice import enabled
-from tp.native.library import ADDRESS, FLOAT, INTEGER, THREADS, native_function
+from tp.native.library import ADDRESS, FLOAT, INTEGER, THREADS
 from tp.native.operands import address, contiguous, weight_for
+from tp.native.operation import NativeOperation
 
 NAME = "native_rms_norm"
 """For `tp.choice`."""
-_DTYPE_NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
+_RMS_NORM = NativeOperation(
+    NAME, "tp_rms_norm", ADDRESS, INTEGER, INTEGER, ADDRESS, FLOAT, ADDRESS, INTEGER, INTEGER, THREADS
+)
+_ADD_RMS_NORM = NativeOperation(
+    NAME, "tp_add_rms_norm",
+    ADDRESS, INTEGER, ADDRESS, ADDRESS, ADDRESS, FLOAT, ADDRESS, ADDRESS, INTEGER, INTEGER, THREADS,
+)  # fmt: skip
 _FEWEST_ELEMENTS_A_THREAD = 16384
 """Below, starting a thread takes longer than its work."""
 
@@ -30,7 +32,7 @@ def native_rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor | None:
         x: [..., D] float32 or bfloat16 on the CPU; rows may be apart, elements of a row not.
         weight: [D], any floating dtype.
     """
-    kernel = _rms_norm(x.dtype) if x.is_cpu and x.dim() and x.shape[-1] else None
+    kernel = _RMS_NORM.for_dtype(x.dtype) if x.is_cpu and x.dim() and x.shape[-1] else None
     if kernel is None or weight.shape != x.shape[-1:]:
         return None
     columns = x.shape[-1]
@@ -59,7 +61,7 @@ def native_add_rms_norm(
         bias: [D], of update's dtype. residual: [N, D], of update's dtype.
         weight: [D], any floating dtype.
     """
-    kernel = _add_rms_norm(update.dtype) if update.is_cpu and update.dim() == 2 and update.shape[1] else None
+    kernel = _ADD_RMS_NORM.for_dtype(update.dtype) if update.is_cpu and update.dim() == 2 and update.shape[1] else None
     if kernel is None or weight.shape != update.shape[1:] or not _fit(update, bias, residual):
         return None
     rows, bias, residual = update.contiguous(), contiguous(bias), contiguous(residual)
@@ -86,24 +88,3 @@ def _rows(x: Tensor) -> Tensor:
 
 def _threads(elements: int) -> int:
     return max(1, min(torch.get_num_threads(), elements // _FEWEST_ELEMENTS_A_THREAD))
-
-
-@functools.cache
-def _rms_norm(dtype: torch.dtype) -> Callable[..., Any] | None:
-    return _function(
-        "tp_rms_norm", dtype, ADDRESS, INTEGER, INTEGER, ADDRESS, FLOAT, ADDRESS, INTEGER, INTEGER, THREADS
-    )
-
-
-@functools.cache
-def _add_rms_norm(dtype: torch.dtype) -> Callable[..., Any] | None:
-    return _function(
-        "tp_add_rms_norm", dtype,
-        ADDRESS, INTEGER, ADDRESS, ADDRESS, ADDRESS, FLOAT, ADDRESS, ADDRESS, INTEGER, INTEGER, THREADS,
-    )  # fmt: skip
-
-
-def _function(name: str, dtype: torch.dtype, *argument_types: Any) -> Callable[..., Any] | None:
-    if dtype not in _DTYPE_NAMES or not enabled(NAME):
-        return None
-    return native_function(f"{name}_{_DTYPE_NAMES[dtype]}", *argument_types)

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from tp.choice import enabled
 from tp.kernels.triton.use import uses_triton
-from tp.native.library import ADDRESS, FLOAT, INTEGER, native_function
+from tp.native.library import ADDRESS, FLOAT, INTEGER
+from tp.native.operation import NativeOperation
 
-NATIVE = {torch.bfloat16: "tp_cos_and_sin_bfloat16", torch.float32: "tp_cos_and_sin_float32"}
+_NATIVE = NativeOperation("rotary", "tp_cos_and_sin", ADDRESS, INTEGER, ADDRESS, INTEGER, FLOAT, ADDRESS, ADDRESS)
 
 
 def cos_and_sin(positions: Tensor, frequencies: Tensor, scaling: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -25,7 +23,7 @@ def cos_and_sin(positions: Tensor, frequencies: Tensor, scaling: float, dtype: t
         scaling: YaRN's; 1 for other rope types.
     """
     fits = positions.is_cpu and positions.dtype == torch.int64 and positions.is_contiguous() and frequencies.dim() == 1
-    if fits and (native := _native(dtype)) is not None:
+    if fits and (native := _NATIVE.for_dtype(dtype)) is not None:
         count, half = positions.shape[0], frequencies.shape[0]
         cos, sin = (frequencies.new_empty(count, 2 * half, dtype=dtype) for _ in range(2))
         native(positions.data_ptr(), count, frequencies.data_ptr(), half, scaling, cos.data_ptr(), sin.data_ptr())
@@ -82,10 +80,3 @@ class _Rotation(torch.autograd.Function):
         cos, sin = ctx.saved_tensors
         opposite = -sin.roll(sin.shape[-1] // 2, dims=-1)
         return *_rotate(d_q, d_k, cos, opposite), None, None
-
-
-@functools.cache
-def _native(dtype: torch.dtype) -> Callable[..., Any] | None:
-    if dtype not in NATIVE or not enabled("rotary"):
-        return None
-    return native_function(NATIVE[dtype], ADDRESS, INTEGER, ADDRESS, INTEGER, FLOAT, ADDRESS, ADDRESS)

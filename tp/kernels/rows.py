@@ -1,22 +1,21 @@
-"""Rows of a table by their indices, zeros for those that are elsewhere: embeddings, and tables of cos and sin."""
+"""Rows of a table by their indices, zeros for those that are elsewhere: of embeddings and of the LM head."""
 
 from __future__ import annotations
-
-import functools
-from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from tp.choice import enabled
 from tp.kernels.int8_weight import Int8Weight
-from tp.native.library import ADDRESS, INTEGER, native_function
+from tp.native.library import ADDRESS, INTEGER, NativeFunction
+from tp.native.operation import NativeOperation
 
 NAME = "native_rows"
 """For `tp.choice`."""
-_INT8 = {torch.bfloat16: "tp_int8_rows_bfloat16", torch.float32: "tp_int8_rows_float32"}
+_NATIVE = NativeOperation(NAME, "tp_look_up_rows", ADDRESS, INTEGER, INTEGER, ADDRESS, INTEGER, INTEGER, ADDRESS)
+_NATIVE_INT8 = NativeOperation(
+    NAME, "tp_look_up_rows_int8", ADDRESS, ADDRESS, INTEGER, INTEGER, ADDRESS, INTEGER, INTEGER, ADDRESS
+)
 
 
 def rows_of(table: Tensor | Int8Weight, indices: Tensor, first: int = 0, rows: int | None = None) -> Tensor:
@@ -31,9 +30,9 @@ def rows_of(table: Tensor | Int8Weight, indices: Tensor, first: int = 0, rows: i
     rows = table.shape[0] if rows is None else rows
     if indices.is_cpu and indices.dtype == torch.int64 and indices.dim() == 1 and not torch.is_grad_enabled():
         if isinstance(table, Int8Weight):
-            if (native := _native_int8(table.dtype)) is not None:
+            if (native := _NATIVE_INT8.for_dtype(table.dtype)) is not None:
                 return _native_int8_rows(native, table, indices.contiguous(), first, rows)
-        elif (native := _native()) is not None and table.is_contiguous():
+        elif (native := _NATIVE.for_any_dtype()) is not None and table.is_contiguous():
             return _native_rows(native, table, indices.contiguous(), first, rows)
     own = indices - first
     held = (own >= 0) & (own < rows)
@@ -42,34 +41,18 @@ def rows_of(table: Tensor | Int8Weight, indices: Tensor, first: int = 0, rows: i
     return found.where(held.unsqueeze(-1), 0)
 
 
-def _native_rows(native: Callable[..., Any], table: Tensor, indices: Tensor, first: int, rows: int) -> Tensor:
+def _native_rows(native: NativeFunction, table: Tensor, indices: Tensor, first: int, rows: int) -> Tensor:
     y = table.new_empty(indices.shape[0], table.shape[1])
     row_bytes = table.shape[1] * table.element_size()
     native(table.data_ptr(), row_bytes, rows, indices.data_ptr(), first, indices.shape[0], y.data_ptr())
     return y
 
 
-def _native_int8_rows(native: Callable[..., Any], table: Int8Weight, indices: Tensor, first: int, rows: int) -> Tensor:
+def _native_int8_rows(native: NativeFunction, table: Int8Weight, indices: Tensor, first: int, rows: int) -> Tensor:
     columns = table.shape[1]
     y = table.values.new_empty(indices.shape[0], columns, dtype=table.dtype)
     native(
-        table.values.data_ptr(), table.scales.data_ptr(), columns, rows, indices.data_ptr(), first, indices.shape[0],
-        y.data_ptr(),
+        table.values.data_ptr(), table.scales.data_ptr(), columns, rows, indices.data_ptr(), first,
+        indices.shape[0], y.data_ptr(),
     )  # fmt: skip
     return y
-
-
-@functools.cache
-def _native() -> Callable[..., Any] | None:
-    if not enabled(NAME):
-        return None
-    return native_function("tp_rows", ADDRESS, INTEGER, INTEGER, ADDRESS, INTEGER, INTEGER, ADDRESS)
-
-
-@functools.cache
-def _native_int8(dtype: torch.dtype) -> Callable[..., Any] | None:
-    if dtype not in _INT8 or not enabled(NAME):
-        return None
-    return native_function(
-        _INT8[dtype], ADDRESS, ADDRESS, INTEGER, INTEGER, ADDRESS, INTEGER, INTEGER, ADDRESS
-    )  # fmt: skip

@@ -14,14 +14,12 @@ NAME = "widening"
 
 
 def widens(x: Tensor) -> bool:
-    """Whether products of many rows like x had better be taken in float32. Without gradients only."""
-    return x.is_cpu and not torch.is_grad_enabled() and _lacks_products(x.dtype)
+    """Whether products of many rows like x had better be taken in float32; without gradients only."""
+    return x.is_cpu and not torch.is_grad_enabled() and _lacks_products(x.dtype) and enabled(NAME)
 
 
 @functools.cache
 def _lacks_products(dtype: torch.dtype) -> bool:
-    if not enabled(NAME):
-        return False
     if dtype == torch.bfloat16:
         return not torch.ops.mkldnn._is_mkldnn_bf16_supported()
     return dtype == torch.float16 and not torch.ops.mkldnn._is_mkldnn_fp16_supported()

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from tp.native.library import ADDRESS, INTEGER, native_function
+from tp.native.library import ADDRESS, INTEGER, NativeFunction, native_function
 
 STATUS = ctypes.POINTER(ctypes.c_int)
 
@@ -49,7 +49,7 @@ class Tape:
                 persist(status.value)
 
 
-def _required(name: str, *argument_types: Any, result: Any = None) -> Callable[..., Any]:
+def _required(name: str, *argument_types: Any, result: Any = None) -> NativeFunction:
     function = native_function(name, *argument_types, result=result)
     assert function is not None, "a tape needs the C++ library"
     return function

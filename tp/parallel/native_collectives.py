@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from tp.native.library import ADDRESS, FLOAT, INTEGER, native_function
+from tp.native.library import ADDRESS, FLOAT, INTEGER, NativeFunction, native_function
 
 DONE, WAITING, MISMATCH, BUSY = range(4)
 """What a collective returns; see tp/native/src/communicator_endpoint.h."""
@@ -137,5 +137,5 @@ def native_collectives() -> NativeCollectives | None:
     return NativeCollectives(**functions)  # type: ignore[arg-type]
 
 
-def _function(name: str, result: Any, *argument_types: Any) -> Callable[..., Any] | None:
+def _function(name: str, result: Any, *argument_types: Any) -> NativeFunction | None:
     return native_function(f"tp_communicator_{name}", *argument_types, result=result)

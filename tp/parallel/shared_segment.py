@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from tp.choice import enabled, warn_once
+from tp.native.library import NAME as LIBRARY
 from tp.parallel.hosts import own_cores, this_host
 from tp.parallel.native_collectives import (
     CLOSED,
@@ -198,7 +199,7 @@ def _offer(rank: int, size: int, slot_bytes: int, undo: ExitStack) -> tuple[_Off
 
 
 def _own_refusal(size: int) -> str | None:
-    if not enabled(NAME) or native_collectives() is None:  # the latter has warned already
+    if not (enabled(NAME) and enabled(LIBRARY)) or native_collectives() is None:  # the latter has warned already
         return ""
     if not hasattr(os, "memfd_create"):
         return "this system has no memfd_create"

@@ -161,15 +161,7 @@ void gemm(const Gemm<Weight>& p, int threads) {
 
 extern "C" {
 TP_GEMM(tp_gemm_bfloat16, tp::BFloat16)
-TP_GEMM(tp_gemm_bfloat16_int8, int8_t)
+TP_GEMM(tp_gemm_int8_bfloat16, int8_t)
 }
 
 #endif
-
-extern "C" int tp_multiplies_bfloat16() {
-#if defined(__AVX512BF16__)
-  return 1;
-#else
-  return 0;
-#endif
-}

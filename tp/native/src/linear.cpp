@@ -253,6 +253,6 @@ void linear(const T* x, int64_t x_stride, const typename P::Weight* weight, cons
 extern "C" {
 TP_LINEAR(tp_linear_bfloat16, tp::BFloat16, tp::Plain<tp::BFloat16>)
 TP_LINEAR(tp_linear_float32, float, tp::Plain<float>)
-TP_LINEAR(tp_linear_bfloat16_int8, tp::BFloat16, tp::Integers)
-TP_LINEAR(tp_linear_float32_int8, float, tp::Widened)
+TP_LINEAR(tp_linear_int8_bfloat16, tp::BFloat16, tp::Integers)
+TP_LINEAR(tp_linear_int8_float32, float, tp::Widened)
 }

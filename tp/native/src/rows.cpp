@@ -1,4 +1,4 @@
-// Rows of a table by their indices: the embedding's and the rotary tables'. Rows that are not there are zero.
+// Rows of a table by their indices, such as the embedding's. Rows that are not there are zero.
 
 #include <cstring>
 
@@ -21,8 +21,8 @@ void for_each_row(const int64_t* indices, int64_t count, int64_t first, int64_t 
 }
 
 template <typename T>
-void int8_rows(const int8_t* values, const float* scales, int64_t columns, int64_t rows, const int64_t* indices,
-               int64_t first, int64_t count, T* to) {
+void look_up_rows_int8(const int8_t* values, const float* scales, int64_t columns, int64_t rows,
+                       const int64_t* indices, int64_t first, int64_t count, T* to) {
   for_each_row(
       indices, count, first, rows,
       [&](int64_t row, int64_t i) {
@@ -36,16 +36,17 @@ void int8_rows(const int8_t* values, const float* scales, int64_t columns, int64
 }  // namespace tp
 
 // Row i of `to` is row indices[i] - first of the table, which has `rows` rows.
-#define TP_INT8_ROWS(NAME, T)                                                                                       \
-  int NAME(const int8_t* values, const float* scales, int64_t columns, int64_t rows, const int64_t* indices,        \
-           int64_t first, int64_t count, T* to) {                                                                   \
-    return tp::perform([=] { return tp::int8_rows(values, scales, columns, rows, indices, first, count, to), 0; }); \
+#define TP_LOOK_UP_ROWS_INT8(NAME, T)                                                                            \
+  int NAME(const int8_t* values, const float* scales, int64_t columns, int64_t rows, const int64_t* indices,    \
+           int64_t first, int64_t count, T* to) {                                                               \
+    return tp::perform(                                                                                         \
+        [=] { return tp::look_up_rows_int8(values, scales, columns, rows, indices, first, count, to), 0; });    \
   }
 
 extern "C" {
 
-int tp_rows(const char* table, int64_t row_bytes, int64_t rows, const int64_t* indices, int64_t first, int64_t count,
-            char* to) {
+int tp_look_up_rows(const char* table, int64_t row_bytes, int64_t rows, const int64_t* indices, int64_t first,
+                    int64_t count, char* to) {
   return tp::perform([=] {
     tp::for_each_row(
         indices, count, first, rows,
@@ -55,7 +56,7 @@ int tp_rows(const char* table, int64_t row_bytes, int64_t rows, const int64_t* i
   });
 }
 
-TP_INT8_ROWS(tp_int8_rows_bfloat16, tp::BFloat16)
-TP_INT8_ROWS(tp_int8_rows_float32, float)
+TP_LOOK_UP_ROWS_INT8(tp_look_up_rows_int8_bfloat16, tp::BFloat16)
+TP_LOOK_UP_ROWS_INT8(tp_look_up_rows_int8_float32, float)
 
 }  // extern "C"
