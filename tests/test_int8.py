@@ -14,7 +14,7 @@ from torch import Tensor
 from tp.checkpoint import save_checkpoint
 from tp.errors import AutogradError, ConfigError, RequestError
 from tp.kernels.int8_weight import Int8Weight
-from tp.kernels.linear import MOST_SKINNY_ROWS, linear
+from tp.kernels.linear import FEW_ROWS, linear
 from tp.models import prepare_for_inference
 from tp.parallel import TensorParallelGroup
 
@@ -24,7 +24,7 @@ def random(*sizes: int, dtype: torch.dtype = torch.float32) -> Tensor:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("rows, columns", [(1, 77), (2, 77), (7, 77), (MOST_SKINNY_ROWS, 77), (40, 77), (40, 78)])
+@pytest.mark.parametrize("rows, columns", [(1, 77), (2, 77), (7, 77), (FEW_ROWS, 77), (40, 77), (40, 78)])
 def test_linear_computes_with_the_rounded_weight(rows: int, columns: int, dtype: torch.dtype) -> None:
     weight, bias = random(9, columns, dtype=dtype), random(9, dtype=dtype)
     weight[4] = 0

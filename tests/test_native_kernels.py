@@ -18,10 +18,10 @@ from tp.kernels.cache_attention import QueryGroups
 from tp.kernels.decode_attention import decode_attention, has_decode_attention
 from tp.kernels.gated_activation import silu_and_mul
 from tp.kernels.int8_weight import Int8Weight
-from tp.kernels.linear import MOST_SKINNY_ROWS, WIDENED_ROWS, linear
-from tp.kernels.native_attention import has_native_attention
+from tp.kernels.linear import FEW_ROWS, WIDENED_ROWS, linear
+from tp.kernels.look_up_rows import look_up_rows
+from tp.kernels.prefill_attention import has_prefill_attention
 from tp.kernels.rotary import apply_rotary, cos_and_sin
-from tp.kernels.rows import rows_of
 from tp.native.library import library
 from tp.parallel.partition import uniform_runs
 
@@ -65,7 +65,7 @@ def test_the_library_is_there() -> None:
 def test_linear_of_few_rows(rows: int, columns: int, out: int, dtype: torch.dtype, threads: int) -> None:
     torch.set_num_threads(threads)
     x, weight, bias = random(rows, columns, dtype=dtype), random(out, columns, dtype=dtype), random(out, dtype=dtype)
-    assert rows <= MOST_SKINNY_ROWS
+    assert rows <= FEW_ROWS
     for given in (None, bias):
         y = linear(x, weight, given)
         exact = x.double() @ weight.double().t() + (0 if given is None else given.double())
@@ -161,8 +161,8 @@ def test_odd_columns_are_multiplied_too() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_linear_widened_to_float32(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(linear_module, "widens", lambda x: True)
-    x, bias = random(MOST_SKINNY_ROWS + 1, 51, dtype=dtype), random(WIDENED_ROWS + 3, dtype=dtype)
+    monkeypatch.setattr(linear_module, "faster_in_float32", lambda x: True)
+    x, bias = random(FEW_ROWS + 1, 51, dtype=dtype), random(WIDENED_ROWS + 3, dtype=dtype)
     weight = random(WIDENED_ROWS + 3, 51, dtype=dtype)
     exact = x.double() @ weight.double().t() + bias.double()
     assert_rounded_once(linear(x, weight, bias), exact, x.double().abs() @ weight.double().abs().t())
@@ -172,7 +172,7 @@ def test_widening_is_switched_off_by_its_name(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(widening, "_lacks_products", lambda dtype: True)
     for disabled in (frozenset(), frozenset([widening.NAME])):
         monkeypatch.setattr(choice, "_disabled", disabled)
-        assert widening.widens(random(2, 2)) == (not disabled)
+        assert widening.faster_in_float32(random(2, 2)) == (not disabled)
 
 
 @pytest.mark.parametrize("threads", [1, 5])
@@ -239,7 +239,7 @@ def test_prefill_attention(
     runs = uniform_runs(heads, kv_heads, tp_size, tp_rank)
     q = random(queries, runs[-1].queries.stop, head_dim, dtype=dtype).transpose(0, 1)
     k, v = (random(runs[-1].kv_heads.stop, keys + 3, head_dim, seed=s, dtype=dtype)[:, :keys] for s in (0, 1))
-    assert has_native_attention(q, k, v)
+    assert has_prefill_attention(q, k, v)
     z = causal_attention(q, k, v, runs, window)
     expected = causal_attention(q.double(), k.double(), v.double(), runs, window)
     weighed = causal_attention(q.double(), k.double(), v.double().abs(), runs, window)
@@ -249,10 +249,10 @@ def test_prefill_attention(
 
 def test_prefill_attention_where_it_cannot_serve() -> None:
     q = random(2, 5, 8)
-    assert not has_native_attention(q.half(), q.half(), q.half())
-    assert not has_native_attention(q, q.transpose(1, 2).contiguous().transpose(1, 2), q)
+    assert not has_prefill_attention(q.half(), q.half(), q.half())
+    assert not has_prefill_attention(q, q.transpose(1, 2).contiguous().transpose(1, 2), q)
     with torch.enable_grad():
-        assert not has_native_attention(q, q, q)
+        assert not has_prefill_attention(q, q, q)
 
 
 def test_nan_and_infinity_pass_through_prefill_attention() -> None:
@@ -304,6 +304,6 @@ def test_indices_and_positions_of_any_strides_and_integers(dtype: torch.dtype) -
     expected = cos_and_sin(torch.tensor([8, 3, 0]), frequencies, 1.0, dtype)
     int8 = Int8Weight(table, table.abs().amax(1))
     for indices in (wide[::2], wide[::2].int()):
-        assert torch.equal(rows_of(table, indices), table[[8, 3, 0]])
-        assert torch.equal(rows_of(int8, indices), int8.rows(torch.tensor([8, 3, 0])))
+        assert torch.equal(look_up_rows(table, indices), table[[8, 3, 0]])
+        assert torch.equal(look_up_rows(int8, indices), int8.rows(torch.tensor([8, 3, 0])))
         torch.testing.assert_close(cos_and_sin(indices, frequencies, 1.0, dtype), expected)

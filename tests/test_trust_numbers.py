@@ -243,7 +243,7 @@ def test_attention_of_what_is_nan_is_nan(
 ) -> None:
     """torch's own kernel for CPUs makes 0 of a query that is NaN; the other rows are as they were."""
     if kernel == "plain":
-        monkeypatch.setattr(attention_module, "has_native_attention", lambda *operands: False)
+        monkeypatch.setattr(attention_module, "has_prefill_attention", lambda *operands: False)
     runs = uniform_runs(6, 3, 1, 0)
     q, k, v = (
         torch.randn(heads, 4, 8, generator=torch.Generator().manual_seed(heads)).to(dtype) for heads in (6, 3, 3)

@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tp.choice import enabled, warn_once
 from tp.errors import first_line
 from tp.kernels.decode_attention import has_decode_attention
-from tp.kernels.linear import MOST_SKINNY_ROWS
+from tp.kernels.linear import FEW_ROWS
 from tp.layers.embedding import ShardedLogits
 from tp.layers.kv_cache import KVCache
 from tp.layers.step import Step
@@ -98,7 +98,7 @@ class CudaGraph:
 class NativeTape:
     """Captures the calls of the C++ library that a step makes; it must consist of nothing else."""
 
-    most_sequences = MOST_SKINNY_ROWS
+    most_sequences = FEW_ROWS
 
     def __init__(self, communicator: Communicator) -> None:
         self._communicator = communicator

@@ -10,9 +10,9 @@ from torch import Tensor
 from torch.nn import functional
 
 from tp.kernels.dropout import keep_mask
-from tp.kernels.native_attention import has_native_attention, native_causal_attention
+from tp.kernels.prefill_attention import has_prefill_attention, prefill_attention
 from tp.kernels.statistics import statistics_dtype
-from tp.kernels.widening import widens
+from tp.kernels.widening import faster_in_float32
 from tp.parallel.partition import HeadRun
 
 
@@ -62,9 +62,9 @@ def causal_attention(
         window: how many last positions (the own included) a token sees; None = all.
         dropout: of attention weights, in training.
     """
-    if dropout is None and has_native_attention(q_HTd, k_HSd, v_HSd):
-        return native_causal_attention(q_HTd, k_HSd, v_HSd, runs, window)
-    if widens(q_HTd):
+    if dropout is None and has_prefill_attention(q_HTd, k_HSd, v_HSd):
+        return prefill_attention(q_HTd, k_HSd, v_HSd, runs, window)
+    if faster_in_float32(q_HTd):
         return causal_attention(q_HTd.float(), k_HSd.float(), v_HSd.float(), runs, window, dropout).to(q_HTd.dtype)
     num_queries, num_keys = q_HTd.shape[1], k_HSd.shape[1]
     first_key = 0 if window is None else max(0, num_keys - num_queries - window + 1)

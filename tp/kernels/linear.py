@@ -8,12 +8,12 @@ from torch.nn import functional
 
 from tp.errors import AutogradError
 from tp.kernels.int8_weight import Int8Weight
-from tp.kernels.widening import widens
+from tp.kernels.widening import faster_in_float32
 from tp.native.library import ADDRESS, INTEGER, THREADS, NativeFunction
 from tp.native.operands import address
 from tp.native.operation import NativeOperation
 
-MOST_SKINNY_ROWS = 32
+FEW_ROWS = 32
 """Up to this many rows of x, the kernel that streams each weight once; above, a GEMM."""
 WIDENED_ROWS = 512
 """Rows of the weight that are widened to float32 at a time: they stay in the last-level cache."""
@@ -45,7 +45,7 @@ def linear(x: Tensor, weight: Tensor | Int8Weight, bias: Tensor | None = None) -
     native = _native(x, weight.dtype)
     if native is not None and _fits(x, weight, bias):
         return _native_linear(native, x, weight, None, bias)
-    if not _has_few_rows(x) and widens(x):
+    if not _has_few_rows(x) and faster_in_float32(x):
         return _widened_linear(x, weight, None, bias)
     return functional.linear(x, weight, bias)
 
@@ -60,7 +60,7 @@ def _int8_linear(x: Tensor, weight: Int8Weight, bias: Tensor | None) -> Tensor:
 
 
 def _has_few_rows(x: Tensor) -> bool:
-    return x.numel() <= MOST_SKINNY_ROWS * x.shape[-1]
+    return x.numel() <= FEW_ROWS * x.shape[-1]
 
 
 def _native(x: Tensor, weight_dtype: torch.dtype) -> NativeFunction | None:

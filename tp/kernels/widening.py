@@ -13,7 +13,7 @@ NAME = "widening"
 """For `tp.choice`."""
 
 
-def widens(x: Tensor) -> bool:
+def faster_in_float32(x: Tensor) -> bool:
     """Whether products of many rows like x had better be taken in float32; without gradients only."""
     return x.is_cpu and not torch.is_grad_enabled() and _lacks_products(x.dtype) and enabled(NAME)
 

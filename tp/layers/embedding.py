@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from tp.kernels.rows import rows_of
+from tp.kernels.look_up_rows import look_up_rows
 from tp.layers.handles import Normed, Partial, column_linear
 from tp.layers.parameter import ParallelModule
 from tp.parallel.group import TensorParallelGroup
@@ -79,7 +79,7 @@ class VocabParallelEmbedding(_VocabParallel):
 
     def forward(self, token_ids: Tensor) -> Partial:
         """[N] int64 → this rank's addend of [N, D]."""
-        rows = rows_of(self.weight, token_ids, self.vocab_range.start, len(self.vocab_range))
+        rows = look_up_rows(self.weight, token_ids, self.vocab_range.start, len(self.vocab_range))
         return Partial(rows, self.group)
 
 

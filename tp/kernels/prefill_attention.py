@@ -21,19 +21,19 @@ _NATIVE = NativeOperation(
 )  # fmt: skip
 
 
-def has_native_attention(q_HTd: Tensor, k_HSd: Tensor, v_HSd: Tensor) -> bool:
+def has_prefill_attention(q_HTd: Tensor, k_HSd: Tensor, v_HSd: Tensor) -> bool:
     """Whether the kernel serves them: on a CPU, without gradients, elements of a head side by side."""
     alike = all(x.is_cpu and x.dtype == q_HTd.dtype and x.stride(-1) == 1 for x in (q_HTd, k_HSd, v_HSd))
     return alike and not torch.is_grad_enabled() and _NATIVE.for_dtype(q_HTd.dtype) is not None
 
 
-def native_causal_attention(
+def prefill_attention(
     q_HTd: Tensor, k_HSd: Tensor, v_HSd: Tensor, runs: Sequence[HeadRun], window: int | None = None
 ) -> Tensor:
     """softmax(q kᵀ / √d) v of the last T of a sequence's S tokens; [H, T, d], its tokens side by side in memory.
 
     Scores, softmax and the weighted sum are float32, rounded once. Arguments as `causal_attention` takes them, for
-    which `has_native_attention`.
+    which `has_prefill_attention`.
     """
     native = _NATIVE.for_dtype(q_HTd.dtype)
     assert native is not None

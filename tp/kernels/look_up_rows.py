@@ -18,41 +18,41 @@ _NATIVE_INT8 = NativeOperation(
 )
 
 
-def rows_of(table: Tensor | Int8Weight, indices: Tensor, first: int = 0, rows: int | None = None) -> Tensor:
+def look_up_rows(table: Tensor | Int8Weight, indices: Tensor, first: int = 0, num_rows: int | None = None) -> Tensor:
     """y_i = table[indices_i − first] where that is one of its rows, else 0; differentiable in the table.
 
     Args:
         table: [rows, D], or more with padding at the end.
         indices: [N] int64.
         first: index of the table's first row.
-        rows: how many of the table's rows are real; by default all.
+        num_rows: how many of the table's rows are real; by default all.
     """
-    rows = table.shape[0] if rows is None else rows
+    num_rows = table.shape[0] if num_rows is None else num_rows
     if indices.is_cpu and indices.dtype == torch.int64 and indices.dim() == 1 and not torch.is_grad_enabled():
         if isinstance(table, Int8Weight):
             if (native := _NATIVE_INT8.for_dtype(table.dtype)) is not None:
-                return _native_int8_rows(native, table, indices.contiguous(), first, rows)
+                return _native_int8_rows(native, table, indices.contiguous(), first, num_rows)
         elif (native := _NATIVE.for_any_dtype()) is not None and table.is_contiguous():
-            return _native_rows(native, table, indices.contiguous(), first, rows)
+            return _native_rows(native, table, indices.contiguous(), first, num_rows)
     own = indices - first
-    held = (own >= 0) & (own < rows)
+    held = (own >= 0) & (own < num_rows)
     own = own.where(held, 0)
     found = table.rows(own) if isinstance(table, Int8Weight) else functional.embedding(own, table)
     return found.where(held.unsqueeze(-1), 0)
 
 
-def _native_rows(native: NativeFunction, table: Tensor, indices: Tensor, first: int, rows: int) -> Tensor:
+def _native_rows(native: NativeFunction, table: Tensor, indices: Tensor, first: int, num_rows: int) -> Tensor:
     y = table.new_empty(indices.shape[0], table.shape[1])
     row_bytes = table.shape[1] * table.element_size()
-    native(table.data_ptr(), row_bytes, rows, indices.data_ptr(), first, indices.shape[0], y.data_ptr())
+    native(table.data_ptr(), row_bytes, num_rows, indices.data_ptr(), first, indices.shape[0], y.data_ptr())
     return y
 
 
-def _native_int8_rows(native: NativeFunction, table: Int8Weight, indices: Tensor, first: int, rows: int) -> Tensor:
+def _native_int8_rows(native: NativeFunction, table: Int8Weight, indices: Tensor, first: int, num_rows: int) -> Tensor:
     columns = table.shape[1]
     y = table.values.new_empty(indices.shape[0], columns, dtype=table.dtype)
     native(
-        table.values.data_ptr(), table.scales.data_ptr(), columns, rows, indices.data_ptr(), first,
+        table.values.data_ptr(), table.scales.data_ptr(), columns, num_rows, indices.data_ptr(), first,
         indices.shape[0], y.data_ptr(),
     )  # fmt: skip
     return y
