@@ -102,6 +102,7 @@ class Run:
         finally:
             self.process.kill()
         if began is None:
+            assert (self._notes / "failed").exists(), f"the run ended before the rank failed: {err}"
             began = (self._notes / "failed").stat().st_mtime
         pairs = [path.read_text().split() for path in self._notes.glob("processes-?")]
         process_ids = [int(word) for pair in pairs for word in pair]

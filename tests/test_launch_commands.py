@@ -154,7 +154,7 @@ if group.rank == 0 and sys.argv[1] == "raise":
 if sys.argv[1] == "wait" and group.rank == 1:
     time.sleep(600)
 group.communicator.all_reduce(torch.ones(5))
-print("rank", group.rank, flush=True)
+sys.stdout.write(f"rank {group.rank}\\n")  # at once: the ranks share it
 """
 
 

@@ -135,10 +135,10 @@ def test_a_row_of_few_is_the_same_whatever_their_number(
     columns: int, out: int, dtype: torch.dtype, weights: str, threads: int
 ) -> None:
     torch.set_num_threads(threads)
-    x, weight, bias = (random(*sizes, dtype=dtype) for sizes in ((MOST_SKINNY_ROWS, columns), (out, columns), (out,)))
+    x, weight, bias = (random(*sizes, dtype=dtype) for sizes in ((FEW_ROWS, columns), (out, columns), (out,)))
     used = Int8Weight(weight, weight.abs().amax(1)) if weights == "int8" else weight
     alone = torch.cat([linear(row, used, bias) for row in x.split(1)])
-    for rows in range(2, MOST_SKINNY_ROWS + 1):
+    for rows in range(2, FEW_ROWS + 1):
         assert torch.equal(linear(x[:rows], used, bias), alone[:rows]), rows
 
 
