@@ -1,6 +1,6 @@
 """`plan --calibrate`: this machine's CPUs as a hardware profile.
 
-Three small models are timed at every degree, in turns, by what measures everything else here; the rates of a rank are
+Four small models are timed at every degree, in turns, by what measures everything else here; the rates of a rank are
 those that explain the times. Collectives are timed by size, through the ranks' own communicator.
 """
 

@@ -1,4 +1,4 @@
-"""Small models with random weights, whose times tell what a machine does: one wide, one deep, one hardly there."""
+"""Small models with random weights, whose times tell what a machine does: large layers, many small ones, hardly any."""
 
 from __future__ import annotations
 
@@ -16,6 +16,15 @@ def _config(**sizes: Any) -> ModelConfig:
 
 
 CONFIGS: Mapping[str, ModelConfig] = {
+    "large": _config(
+        hidden_size=1536,
+        num_layers=6,
+        num_attention_heads=24,
+        num_kv_heads=4,
+        head_dim=64,
+        intermediate_size=6144,
+        vocab_size=65536,
+    ),
     "wide": _config(
         hidden_size=1024,
         num_layers=10,
@@ -44,14 +53,17 @@ CONFIGS: Mapping[str, ModelConfig] = {
         vocab_size=1024,
     ),
 }
-"""The wide and the deep one are read from memory; of the thin one, nothing but the fixed costs is left."""
+"""All but the thin one are read from memory; of that one, nothing but the fixed costs is left."""
+
+_ROWS = (
+    Case("decode", 1, 16, 24),
+    *(Case("decode", batch, 16, 8) for batch in (2, 4, 8, 16)),
+    *(Case("prefill", 1, tokens, 1) for tokens in (16, 64, 128, 512)),
+)
 
 CASES: Mapping[str, tuple[Case, ...]] = {
-    "wide": (
-        Case("decode", 1, 16, 24),
-        *(Case("decode", batch, 16, 8) for batch in (2, 4, 8, 16)),
-        *(Case("prefill", 1, tokens, 1) for tokens in (16, 64, 128, 512)),
-    ),
+    "large": _ROWS,
+    "wide": _ROWS,
     "deep": (
         Case("decode", 1, 16, 24),
         Case("decode", 1, 1024, 16),

@@ -8,7 +8,7 @@ intermediate widths, what is no product reads and writes, in elements a layer,
     cache        N·4K          keys and values in and out
     activation   N·3I          gate and up in, their product out (2I without a gate)
 
-and the greedy sampler `SAMPLER_BYTES` a logit.
+and a greedy choice `SAMPLER_BYTES` a logit.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from tp.planning.parameters import Matrix, RankModel
 from tp.planning.step_collectives import Collective, step_collectives, training_collectives
 
 SAMPLER_BYTES = 40
-"""Of a logit: read and widened to float32, then masked, searched, and summed up, as `tp.generation.sampler` does."""
+"""Of a logit in torch operations: read, widened to float32, searched, summed up. Where C++ does it, the rate tells."""
 OPTIMIZER_BYTES = 28
 """Of a parameter in a step of AdamW: itself, its gradient and two moments read, all but the gradient written."""
 
