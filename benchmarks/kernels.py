@@ -1,4 +1,4 @@
-"""Times of the Triton kernels on a GPU, as a share of its copy bandwidth and beside torch.compile of the plain form.
+"""Times of the Triton kernels on a GPU, as a share of its copy bandwidth and beside what torch has for the same.
 
     python benchmarks/kernels.py [--only fused_add_rms_norm,rotary] [--json FILE]
 
@@ -27,6 +27,8 @@ from tp.kernels.cache_attention import QueryGroups, cache_attention
 from tp.kernels.cross_entropy import plain_shard_gradient, plain_shard_statistics, shard_gradient, shard_statistics
 from tp.kernels.fused_add_rms_norm import fused_add_rms_norm, plain_fused_add_rms_norm
 from tp.kernels.gated_activation import plain_activation_and_mul, plain_activation_and_mul_backward, silu_and_mul
+from tp.kernels.int8_weight import Int8Weight
+from tp.kernels.linear import linear
 from tp.kernels.reduce_add_rms_norm import add_rms_norm, plain_add_rms_norm
 from tp.kernels.rms_norm import plain_rms_norm, plain_rms_norm_backward, rms_norm
 from tp.kernels.rotary import apply_rotary, rotate_queries_and_keys
@@ -46,6 +48,7 @@ class Sizes:
         hidden, intermediate: widths of rows.
         heads: (query heads, KV heads, head_dim) of rotary embeddings.
         caches: (batch, query heads, KV heads, head_dim, cached tokens) of attention.
+        matrices: (rows of x, out, in) of linears with int8 weights; those of a 7B in decode by default, one in prefill.
         logits: (rows, vocabulary) of the loss.
     """
 
@@ -55,6 +58,11 @@ class Sizes:
     heads: tuple[tuple[int, int, int], ...] = ((14, 2, 64), (28, 4, 128))
     caches: tuple[tuple[int, int, int, int, int], ...] = (
         (1, 14, 2, 64, 4096), (1, 28, 4, 128, 4096), (8, 28, 4, 128, 4096), (8, 28, 4, 128, 32768)
+    )  # fmt: skip
+    matrices: tuple[tuple[int, int, int], ...] = (
+        *((rows, *shape) for rows in (1, 8)
+          for shape in ((4608, 3584), (3584, 3584), (37888, 3584), (3584, 18944), (152064, 3584))),
+        (512, 37888, 3584),
     )  # fmt: skip
     logits: tuple[int, int] = (2048, 151936)
 
@@ -100,7 +108,7 @@ def compiled_for_each_shape(function: Callable[..., Any]) -> Callable[..., Any]:
 
 def all_cases(device: torch.device, sizes: Sizes) -> Iterator[Case]:
     """A case's tensors live until the next is asked for."""
-    for make in (norm_cases, activation_cases, rotary_cases, attention_cases, loss_cases):
+    for make in (norm_cases, activation_cases, rotary_cases, attention_cases, int8_cases, loss_cases):
         yield from make(device, sizes)
 
 
@@ -196,6 +204,19 @@ def attention_cases(device: torch.device, sizes: Sizes) -> Iterator[Case]:
             key.nbytes + value.nbytes,
             lambda: cache_attention(q, key, value, slots, lengths, groups),  # noqa: B023
             lambda: functional.scaled_dot_product_attention(grouped, key, value),  # noqa: B023
+        )  # fmt: skip
+
+
+def int8_cases(device: torch.device, sizes: Sizes) -> Iterator[Case]:
+    """Beside torch's product with the weights that the integers were made of."""
+    for rows, out_features, in_features in sizes.matrices:
+        x = torch.randn(rows, in_features, device=device, dtype=DTYPE)
+        weight = torch.randn(out_features, in_features, device=device, dtype=DTYPE)
+        int8 = Int8Weight(weight, weight.abs().amax(1))
+        yield Case(
+            "int8_linear", f"{rows} x {in_features} -> {out_features}",
+            x.nbytes + int8.values.nbytes + int8.scales.nbytes + rows * out_features * DTYPE.itemsize,
+            lambda: linear(x, int8), lambda: functional.linear(x, weight),  # noqa: B023
         )  # fmt: skip
 
 

@@ -16,6 +16,7 @@ from triton.runtime.driver import driver
 from tp.kernels.cache_attention import QueryGroups
 from tp.kernels.triton import cross_entropy, fused_add_rms_norm, rms_norm, rotary, silu_and_mul, symmetric_memory
 from tp.kernels.triton.cache_attention import attend_to_cache
+from tp.kernels.triton.int8_linear import int8_linear
 from tp.parallel.partition import uniform_runs
 from tp.parallel.symmetric_memory import Addends
 
@@ -67,6 +68,14 @@ def norms() -> None:
         symmetric_memory.two_shot(addends, bias, base, weight, 1e-5)
 
 
+def int8_linears() -> None:
+    """Of one row, of all shapes of tiles, and of columns that programs share."""
+    for dtype in (DTYPE, torch.float32):
+        for rows, in_features in ((1, WIDTH), (ROWS, 9000), (40, WIDTH), (100, WIDTH)):
+            values, scales = torch.ones(WIDTH, in_features, dtype=torch.int8), torch.ones(WIDTH)
+            int8_linear(random(rows, in_features).to(dtype), values, scales, random(WIDTH).to(dtype))
+
+
 def others() -> None:
     gate_up = random(ROWS, 2 * WIDTH)
     silu_and_mul.silu_and_mul_forward(gate_up)
@@ -84,4 +93,5 @@ def others() -> None:
 if __name__ == "__main__":
     install()
     norms()
+    int8_linears()
     others()

@@ -62,11 +62,14 @@ def test_importing_and_using_the_package_on_a_cpu_does_not_import_triton():
         import sys, torch, tp
         from tp.kernels.fused_add_rms_norm import fused_add_rms_norm
         from tp.kernels.gated_activation import silu_and_mul
+        from tp.kernels.int8_weight import Int8Weight
+        from tp.kernels.linear import linear
         from tp.kernels.rotary import rotate_queries_and_keys
         import tp.kernels.cache_attention, tp.kernels.cross_entropy
         x = torch.ones(2, 4)
         fused_add_rms_norm(x, torch.ones(2, 4), torch.ones(4), 1e-5)
         silu_and_mul(x)
+        linear(x.half(), Int8Weight(torch.ones(3, 4), torch.ones(3)))
         rotate_queries_and_keys(x.view(2, 1, 4), x.view(2, 1, 4), x.view(2, 1, 4), x.view(2, 1, 4))
         assert "triton" not in sys.modules
     """

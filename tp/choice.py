@@ -17,6 +17,7 @@ OPERATIONS = (
     "decode_attention",
     "decode_graphs",
     "fused_add_rms_norm",
+    "int8_linear",
     "native",
     "native_gemm",
     "native_linear",

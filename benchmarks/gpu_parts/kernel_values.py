@@ -15,6 +15,8 @@ from tp.kernels.cache_attention import QueryGroups, cache_attention, plain_cache
 from tp.kernels.cross_entropy import shard_gradient, shard_statistics
 from tp.kernels.fused_add_rms_norm import fused_add_rms_norm, plain_fused_add_rms_norm
 from tp.kernels.gated_activation import plain_activation_and_mul, plain_activation_and_mul_backward, silu_and_mul
+from tp.kernels.int8_weight import Int8Weight
+from tp.kernels.linear import linear
 from tp.kernels.reduce_add_rms_norm import add_rms_norm, plain_add_rms_norm
 from tp.kernels.rms_norm import plain_rms_norm_backward
 from tp.kernels.rotary import apply_rotary, rotate_queries_and_keys
@@ -30,7 +32,8 @@ def run(record: Record, machine: Machine) -> None:
     """Each kernel, dtype and width is a result of its own."""
     torch.manual_seed(0)
     for check in (
-        norm, norm_backward, fused_add_norm, add_norm, sum_add_norm, silu, silu_backward, rotary, attention, loss
+        norm, norm_backward, fused_add_norm, add_norm, sum_add_norm, silu, silu_backward, rotary, attention, loss,
+        int8_product,
     ):  # fmt: skip
         for dtype in machine.checked:
             for width in machine.widths if check in (norm, fused_add_norm, add_norm) else machine.widths[:1]:
@@ -207,8 +210,24 @@ def loss(machine: Machine, dtype: torch.dtype, width: int, found: Found) -> None
     require_close(gradient, reference.grad, 2 * torch.finfo(dtype).eps, "gradient", found)
 
 
+def int8_product(machine: Machine, dtype: torch.dtype, width: int, found: Found) -> None:
+    """Every shape of tiles, against float64; the second weight has columns enough for programs to share them."""
+    device = machine.device
+    bound = max(1e-6, torch.finfo(dtype).eps)
+    for out_features, in_features in ((width, width), (70, 8200)):
+        weight = normal(device, dtype, out_features, in_features)
+        int8, bias = Int8Weight(weight, weight.abs().amax(1)), normal(device, dtype, out_features)
+        exact_weight = int8.values.double() * int8.scales.double().unsqueeze(1)
+        for rows in (1, 8, 17, 70):
+            x = normal(device, dtype, rows, 2 * in_features)[:, :in_features]
+            exact = x.double() @ exact_weight.t() + bias.double()
+            require_close(linear(x, int8, bias), exact, bound, f"{rows}_{out_features}_{in_features}", found)
+
+
 def far_rows(device: torch.device) -> None:
     """Rows 2^30 elements apart, of which the third is past 2^31."""
+    from tp.kernels.triton.int8_linear import int8_linear
+
     near, residual = (normal(device, torch.bfloat16, 3, 896) for _ in range(2))
     storage = torch.empty(2 * (2**30 + 16) + 2 * 1024, dtype=torch.bfloat16, device=device)
     far = storage.as_strided((3, 896), (2**30 + 16, 1)).copy_(near)
@@ -218,3 +237,8 @@ def far_rows(device: torch.device) -> None:
         add_rms_norm(far, None, far_residual, weight, EPS), add_rms_norm(near, None, residual, weight, EPS), strict=True
     ):
         require_equal(value, expected, "a far row")
+    values = torch.randint(-127, 128, (3, 896), dtype=torch.int8, device=device)
+    far_values = storage.view(torch.int8).as_strided((3, 896), (2**30 + 16, 1), 8192).copy_(values)
+    for rows in (1, 3):
+        product = int8_linear(far[:rows], far_values, weight[:3].float(), None)
+        require_equal(product, int8_linear(near[:rows], values, weight[:3].float(), None), "the product of far rows")

@@ -88,7 +88,7 @@ def the_cpu() -> Machine:
     return Machine(
         device=torch.device("cpu"),
         checked=(torch.bfloat16,), rows=5, widths=(37,), heads=((3, 1, 1, 0, 8),),
-        kernels=Sizes(512, (37,), (20,), ((3, 1, 8),), ((1, 2, 1, 8, 20),), (3, 50)),
+        kernels=Sizes(512, (37,), (20,), ((3, 1, 8),), ((1, 2, 1, 8, 20),), ((1, 9, 20), (3, 9, 20)), (3, 50)),
         models={"tiny": qwen2(16, 1, 2, 1, 8, 24, 50, tied=True)},
         dtype=torch.float32, batches=(1, 2), prompt=3, prefill=5, new_tokens=2, runs=1, capture=PlayedCapture(),
     )  # fmt: skip

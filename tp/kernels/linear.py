@@ -1,4 +1,4 @@
-"""y = x Wᵀ + b: torch's own, and forms for CPUs that are faster with the same plain weights."""
+"""y = x Wᵀ + b: torch's own, forms for CPUs that are faster with the same plain weights, and int8 weights."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from torch.nn import functional
 
 from tp.errors import AutogradError
 from tp.kernels.int8_weight import Int8Weight
+from tp.kernels.triton.use import uses_triton
 from tp.kernels.widening import faster_in_float32
 from tp.native.library import ADDRESS, INTEGER, THREADS, NativeFunction
 from tp.native.operands import address
@@ -28,7 +29,8 @@ def linear(x: Tensor, weight: Tensor | Int8Weight, bias: Tensor | None = None) -
     """y = x Wᵀ + b, accumulated in float32 (float64 for float64) and rounded once.
 
     On a CPU without gradients, C++ kernels serve few rows ("native_linear") and many rows of bfloat16
-    ("native_gemm"); many rows of a dtype that the CPU has no matrix product for take float32's ("widening").
+    ("native_gemm"); many rows of a dtype that the CPU has no matrix product for take float32's ("widening"). On CUDA,
+    Triton multiplies int8 weights ("int8_linear").
 
     Args:
         x: [..., in]
@@ -56,7 +58,11 @@ def _int8_linear(x: Tensor, weight: Int8Weight, bias: Tensor | None) -> Tensor:
     native = _native(x, torch.int8)
     if native is not None and weight.scales.dtype == torch.float32 and _fits(x, weight.values, bias):
         return _native_linear(native, x, weight.values, weight.scales, bias)
-    return _widened_linear(x, weight.values, weight.scales, bias)
+    if not uses_triton("int8_linear", x) or not _match(x, weight.values, bias):
+        return _widened_linear(x, weight.values, weight.scales, bias)
+    from tp.kernels.triton.int8_linear import int8_linear
+
+    return int8_linear(x, weight.values, weight.scales, bias)
 
 
 def _has_few_rows(x: Tensor) -> bool:
@@ -75,14 +81,19 @@ def _native(x: Tensor, weight_dtype: torch.dtype) -> NativeFunction | None:
     return (_GEMM_INT8 if int8 else _GEMM).for_dtype(x.dtype)
 
 
-def _fits(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
-    """Whether the C++ kernel may take their addresses; what torch would refuse is left for torch to refuse."""
+def _match(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
+    """Whether a kernel may take their addresses; what torch would refuse is left for torch to refuse."""
+    device = x.get_device()
     return (
-        weight.is_cpu
-        and weight.is_contiguous()
+        weight.get_device() == device
         and x.shape[-1] == weight.shape[-1]
-        and (bias is None or (bias.dtype == x.dtype and bias.is_contiguous() and bias.shape == weight.shape[:1]))
+        and (bias is None or (bias.get_device() == device and bias.dtype == x.dtype and bias.shape == weight.shape[:1]))
     )
+
+
+def _fits(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
+    """`_match` for the C++ kernel, which knows no strides."""
+    return _match(x, weight, bias) and weight.is_contiguous() and (bias is None or bias.is_contiguous())
 
 
 def _native_linear(
