@@ -29,8 +29,8 @@ from tp.training.groups import TrainingGroups
 
 ENDS_WITHIN_S = 10.0
 """All processes, once the failure can be noticed."""
-AT_ONCE = 4
-"""Runs; most of their time is start-up and waiting."""
+AT_ONCE = 2
+"""Runs: with more on two cores, one rank can be ready many seconds before another."""
 PATIENCE_S = {"stop": SILENCE_S, "absent": TIMEOUT_S}
 ENDING = {
     "raise": (RankFailedError, "failed with ValueError: boom on purpose"),
