@@ -55,7 +55,7 @@ def measures(pid: int) -> bool:
 @pytest.mark.skipif(not Path("/proc/self").exists(), reason="needs Linux's /proc")
 def test_what_ends_a_calibration_ends_the_ranks_that_measure(pretend, tmp_path):
     pretend(ENDLESS)
-    environment = {**os.environ, "TMPDIR": str(tmp_path)}
+    environment = {**os.environ, "TMPDIR": str(tmp_path), "PYTHONDONTWRITEBYTECODE": "1"}
     measuring = subprocess.Popen([sys.executable, "-c", MEASURES_FOREVER], cwd=ROOT, env=environment)
     try:
         tree = ProcessTree(measuring.pid)

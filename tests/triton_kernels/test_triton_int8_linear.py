@@ -60,8 +60,9 @@ def test_several_groups_of_tiles(device, dtype):
     _assert_rounded_once(int8_linear(*case), *case)
 
 
-@pytest.mark.parametrize("rows", [2, 33, 70])
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(
+    "dtype, rows", [(torch.bfloat16, 2), (torch.bfloat16, 70), (torch.float16, 33), (torch.float32, 2)], ids=str
+)
 def test_programs_that_share_columns(device, dtype, rows, monkeypatch):
     """601 columns between 2 to 4 programs, of which the last has fewer."""
     x, values, scales, bias = _case(device, dtype, rows, 130, 601)
