@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+from dataclasses import replace
 
 import pytest
 
@@ -92,11 +93,8 @@ def test_times_that_leave_none_for_reading_are_refused():
             fit_rates(some, PRECISION, 1, Fabric(), 512)
 
 
-@pytest.mark.parametrize("tp_size", [1, 2])
-def test_the_times_of_the_small_models_give_the_rates_that_made_them(tp_size):
-    collectives = tuple(MeasuredCollective(each, 2, "measured", Line(12e-6, 0.0, 2e-10)) for each in OPERATIONS)
-    fabric = Fabric(measured=collectives)
-    made = _rates(captured_collective_s=9e-6 if tp_size > 1 else None)
+def _observed(made: Rates, fabric: Fabric, tp_size: int) -> list[Observation]:
+    """What would be timed of the small models at such rates."""
     profile = Profile("made up", "cpu", 2, 10**9, True, 0, {ANY_DEGREE: made}, fabric)
     observations = []
     for name, cases in CASES.items():
@@ -110,6 +108,15 @@ def test_the_times_of_the_small_models_give_the_rates_that_made_them(tp_size):
                 steps = [decode_work(model, case.batch, context)]
             seconds = total([step_time(step, PRECISION, profile, tp_size, 1) for step in steps]).seconds
             observations.append(Observation(CONFIGS[name], case.phase, case.batch, context, seconds))
+    return observations
+
+
+@pytest.mark.parametrize("tp_size", [1, 2])
+def test_the_times_of_the_small_models_give_the_rates_that_made_them(tp_size):
+    collectives = tuple(MeasuredCollective(each, 2, "measured", Line(12e-6, 0.0, 2e-10)) for each in OPERATIONS)
+    fabric = Fabric(measured=collectives)
+    made = _rates(captured_collective_s=9e-6 if tp_size > 1 else None)
+    observations = _observed(made, fabric, tp_size)
     found = fit_rates(observations, PRECISION, tp_size, fabric, 512, _rates(None) if tp_size > 1 else None)
     assert found.read_bytes_per_s == pytest.approx(made.read_bytes_per_s, rel=0.03)
     assert found.sampler_bytes_per_s == pytest.approx(made.sampler_bytes_per_s, rel=0.1)
@@ -119,3 +126,18 @@ def test_the_times_of_the_small_models_give_the_rates_that_made_them(tp_size):
         assert found.flops_per_s("bfloat16", rows) == pytest.approx(rate, rel=0.05)
     if tp_size > 1:
         assert found.captured_collective_s == pytest.approx(9e-6, rel=0.1)
+
+
+def test_what_no_time_is_left_for_is_not_predicted_on_top():
+    """The more attention, the faster it was: its FLOPs count as those of products, and the times are met."""
+    without, usual = (
+        _observed(replace(_rates(None), attention_flops_per_s=rate), Fabric(), 1) for rate in (1e18, 3e12)
+    )
+    observations = [
+        replace(one, seconds=2 * one.seconds - other.seconds) for one, other in zip(without, usual, strict=True)
+    ]
+    found = fit_rates(observations, PRECISION, 1, Fabric(), 512)
+    again = _observed(found, Fabric(), 1)
+    ratios = [b.seconds / a.seconds for a, b in zip(observations, again, strict=True) if a.context == 512]
+    assert found.attention_flops_per_s == pytest.approx(found.flops_per_s("bfloat16", 512))
+    assert math.fsum(ratios) / len(ratios) == pytest.approx(1, abs=0.02), ratios
