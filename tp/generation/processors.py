@@ -86,11 +86,3 @@ def draw(logits: Tensor, kept: Tensor, uniforms: Sequence[float]) -> Tensor:
     drawn = torch.searchsorted(cumulative, targets, right=True)
     last = (cumulative < total).sum(-1, keepdim=True)  # a target rounded up to the total is past every column
     return torch.minimum(drawn, last).squeeze(-1)
-
-
-def nan_unless_finite(logits: Tensor) -> Tensor:
-    """[..., 1]: 0, or NaN for rows that are not finite; for sums of exponentials, in which −inf alone does not show."""
-    if not logits.shape[-1]:  # a rank may own no real column
-        return logits.new_zeros((*logits.shape[:-1], 1))
-    low, high = torch.aminmax(logits, dim=-1, keepdim=True)
-    return (low - low) + (high - high)

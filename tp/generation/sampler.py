@@ -20,7 +20,6 @@ from tp.generation.processors import (
     draw,
     likely_enough,
     mask_columns,
-    nan_unless_finite,
     nucleus,
     repetition_penalty,
 )
@@ -127,7 +126,8 @@ class Sampler:
             return None
         raw = whole.float()
         ids = torch.arange(logits.vocab_size, device=raw.device).expand_as(raw)
-        log_normaliser = raw.logsumexp(-1) + nan_unless_finite(raw).squeeze(-1)
+        best = argmax_and_sum_exp(whole)
+        log_normaliser = (best.highest + best.sum_exp.log()).squeeze(-1)
         return Candidates(ids, raw, self._process(raw, 0, states), log_normaliser)
 
     def _alters(self, states: Sequence[SequenceState]) -> bool:
