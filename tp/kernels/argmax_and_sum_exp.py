@@ -33,7 +33,7 @@ class ArgmaxAndSumExp:
 
 
 def argmax_and_sum_exp(logits: Tensor) -> ArgmaxAndSumExp:
-    """Both of every row, in one pass of C++ over float32 or bfloat16 rows on a CPU, which sums up in another order.
+    """Both of every row: in C++ over float32 or bfloat16 rows on a CPU, which sums up in another order.
 
     Args:
         logits: [R, K], any floating dtype; K may be 0.

@@ -41,7 +41,7 @@ float sum_exp(const T* x, int64_t size, float highest) {
   return result;
 }
 
-// Of a row without any value above the lowest: column 0.
+// Of a row that begins with NaN: column 0.
 template <typename T>
 void one_row(const T* x, int64_t size, int64_t* column, float* highest, float* total) {
   *column = 0;
@@ -54,7 +54,7 @@ void one_row(const T* x, int64_t size, int64_t* column, float* highest, float* t
     *column = first;
   }
   while (*column < size && to_float(x[*column]) != *highest) ++*column;
-  if (*column == size) *column = 0;  // x[0] is NaN and nothing is higher
+  if (*column == size) *column = 0;  // nothing equals NaN, nothing is higher
   double sum = 0;
   for (int64_t first = 0; first < size; first += kBlock)
     sum += sum_exp(x + first, std::min(kBlock, size - first), *highest);
