@@ -18,9 +18,10 @@ LAUNCH = (sys.executable, "-m", "launch")
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1",
             "--nproc-per-node", "2", "-m", "launch")  # fmt: skip
 GENERATION_PHASES = ("start", "load", "prefill", "decode", "decode collective")
-TIMEOUT_S = 5.0
-"""--collective-timeout where a rank is absent; shorter than what a stopped one is given."""
+TIMEOUT_S = 15.0
+"""--collective-timeout where a rank is absent: other runs beside it can keep a rank from its turn for some seconds."""
 STARTS_WITHIN_S = 120.0
+RUNS_AT_MOST_S = 300.0
 CONFIG = {
     "model_type": "llama", "hidden_size": 24, "num_hidden_layers": 1, "num_attention_heads": 4,
     "num_key_value_heads": 2, "head_dim": 6, "intermediate_size": 40, "max_position_embeddings": 64,
@@ -64,6 +65,7 @@ class Run:
     """
 
     def __init__(self, fault: Fault, directory: Path, launcher: Sequence[str] = LAUNCH) -> None:
+        self._fault = fault
         self._ends_all = launcher == LAUNCH  # torchrun leaves what ranks have started, and its logs
         self._notes, self._temporary = directory / "notes", directory / "temporary"
         self._notes.mkdir(parents=True)
@@ -98,11 +100,11 @@ class Run:
             began: seconds since the epoch; by default when the rank failed.
         """
         try:
-            _, err = self.process.communicate(timeout=STARTS_WITHIN_S)
+            _, err = self.process.communicate(timeout=RUNS_AT_MOST_S)
         finally:
             self.process.kill()
         if began is None:
-            assert (self._notes / "failed").exists(), f"the run ended before the rank failed: {err}"
+            assert (self._notes / "failed").exists(), f"{self._fault}: the run ended before: {err}"
             began = (self._notes / "failed").stat().st_mtime
         pairs = [path.read_text().split() for path in self._notes.glob("processes-?")]
         process_ids = [int(word) for pair in pairs for word in pair]

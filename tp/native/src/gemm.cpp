@@ -1,11 +1,13 @@
-// y = x Wᵀ + b for many rows of x (GEMM), in bfloat16, on CPUs with instructions for it.
+// y = x Wᵀ + b for many rows of bfloat16 (GEMM).
 //
-// A panel of weights is packed for each call: registers then hold a pair of columns of as many outputs as they have
-// lanes, and every row of x meets the panel in the cache. Products are accumulated in float32, over columns in their
-// order, whatever the number of rows, and rounded once, after the bias. int8 weights, exact in bfloat16, have a scale
-// for each output.
+// A panel of weights is packed for each call: a register then holds a column, or a pair of columns, of as many outputs as
+// it has lanes, and every row of x meets the panel in the cache. Products are accumulated in float32, over columns in
+// their order, whatever the number of rows, and rounded once, after the bias. int8 weights, exact in bfloat16, have a
+// scale for each output.
 
 #include <algorithm>
+#include <cstring>
+#include <type_traits>
 #include <vector>
 
 #include "tape.h"
@@ -13,15 +15,74 @@
 #include "transpose.h"
 #include "vectors.h"
 
-#if defined(__AVX512BF16__)
+#if defined(__AVX2__)
 
 namespace tp {
 namespace {
 
+#if TP_VECTOR_BYTES == 64
 constexpr int kRows = 6, kVectors = 4;  // of a tile: 24 registers of totals, 4 of weights
-constexpr int64_t kWidth = kVectors * kLanes;  // outputs of a panel
-constexpr int64_t kColumns = 2048;             // of a panel: 256 KiB
-constexpr int64_t kMostRows = 2048;            // that meet a packed panel: their totals are 512 KiB
+#else
+constexpr int kRows = 6, kVectors = 2;  // of a tile: 12 registers of totals, 2 of weights
+#endif
+constexpr int64_t kTileWidth = kVectors * kLanes;  // outputs of a tile
+constexpr int64_t kWidth = 64;                     // outputs of a panel: whole tiles
+constexpr int64_t kMostRows = 2048;                // that meet a packed panel: their totals are 512 KiB
+
+// How the CPU multiplies: what lies in a panel, and how rows of x meet it.
+#if defined(__AVX512BF16__)
+struct Products {
+  using Packed = uint32_t;                    // two columns of weights
+  static constexpr int64_t kPacked = 2;       // columns
+  static constexpr int64_t kColumns = 2048;   // of a panel: 256 KiB
+
+  static void put(Words pairs, int64_t pair, Packed* panel, int64_t stride) {
+    std::memcpy(panel + pair * stride, &pairs, sizeof pairs);
+  }
+
+  // At most kRows rows of x: where they are.
+  struct Rows {
+    const BFloat16* x;
+    int64_t stride;
+
+    Rows(const BFloat16* x, int64_t stride, int64_t, int64_t) : x(x), stride(stride) {}
+    Words operator()(int64_t row, int64_t pair) const {
+      uint32_t both;
+      std::memcpy(&both, x + row * stride + 2 * pair, sizeof both);
+      return Words{} + both;
+    }
+  };
+
+  static Words load(const Packed* from) { return load_words(from); }
+  static Floats add(Floats total, Words weights, Words x) { return dot_pairs(total, weights, x); }
+};
+#else
+struct Products {
+  using Packed = float;
+  static constexpr int64_t kPacked = 1;
+  static constexpr int64_t kColumns = 256;  // of a panel: 64 KiB
+
+  static void put(Words pairs, int64_t pair, Packed* panel, int64_t stride) {
+    const Floats evens = even(pairs), odds = odd(pairs);
+    std::memcpy(panel + 2 * pair * stride, &evens, sizeof evens);
+    std::memcpy(panel + (2 * pair + 1) * stride, &odds, sizeof odds);
+  }
+
+  // At most kRows rows of x, widened.
+  struct Rows {
+    float x[kRows][kColumns];
+
+    Rows(const BFloat16* from, int64_t stride, int64_t rows, int64_t columns) {
+      for (int64_t row = 0; row < rows; ++row)
+        for (int64_t k = 0; k < columns; ++k) x[row][k] = to_float(from[row * stride + k]);
+    }
+    Floats operator()(int64_t row, int64_t column) const { return broadcast(x[row][column]); }
+  };
+
+  static Floats load(const Packed* from) { return tp::load(from); }
+  static Floats add(Floats total, Floats weights, Floats x) { return add_product(total, weights, x); }
+};
+#endif
 
 template <typename Weight>
 struct Gemm {
@@ -34,93 +95,100 @@ struct Gemm {
   int64_t rows, columns, out;
 };
 
-// `pairs` columns by two, at most kLanes, of `count` rows of weights as to[pair · stride + row].
-void pack_square(const BFloat16* weight, int64_t columns, int64_t count, int64_t pairs, uint32_t* to, int64_t stride) {
-  transpose_words(weight, 2 * columns, count, pairs, to, stride);
+// Packs `pairs` pairs of columns, at most kLanes, of `count` rows of weights as panel[column, row].
+void pack_square(const BFloat16* weight, int64_t columns, int64_t count, int64_t pairs, Products::Packed* panel,
+                 int64_t stride) {
+  transpose_words(weight, 2 * columns, count, pairs,
+                  [=](int64_t pair, Words words) { Products::put(words, pair, panel, stride); });
 }
 
-void pack_square(const int8_t* weight, int64_t columns, int64_t count, int64_t pairs, uint32_t* to, int64_t stride) {
+void pack_square(const int8_t* weight, int64_t columns, int64_t count, int64_t pairs, Products::Packed* panel,
+                 int64_t stride) {
   BFloat16 wide[kLanes][2 * kLanes];
   for (int64_t i = 0; i < count; ++i)
     for (int64_t j = 0; j < 2 * pairs; ++j) store(&wide[i][j], to_float(weight[i * columns + j]));
-  transpose_words(wide, sizeof wide[0], count, pairs, to, stride);
+  pack_square(wide[0], 2 * kLanes, count, pairs, panel, stride);
 }
 
-// Outputs [n, n + count) and columns [k, k + size) as panel[pair, output], zeros for outputs beyond.
+// A panel holds outputs [n, n + count) of columns [k, k + size): whole tiles, then tiles of one register, whose outputs
+// beyond are zeros. visit(first output, place in the panel, registers of the tile) for each of them.
+template <typename Visit>
+void for_each_tile(int64_t count, int64_t size, const Visit& visit) {
+  const int64_t depth = size / Products::kPacked;
+  int64_t n = 0;
+  for (; n + kTileWidth <= count; n += kTileWidth) visit(n, n * depth, std::integral_constant<int, kVectors>());
+  for (; n < count; n += kLanes) visit(n, n * depth, std::integral_constant<int, 1>());
+}
+
 template <typename Weight>
-void pack(const Gemm<Weight>& p, int64_t n, int64_t count, int64_t k, int64_t size, int64_t width, uint32_t* panel) {
-  for (int64_t i = 0; i < width; i += kLanes)
-    for (int64_t j = 0; j < size; j += 2 * kLanes)
-      pack_square(p.weight + (n + i) * p.columns + k + j, p.columns, std::min(kLanes, count - i),
-                  std::min(kLanes, (size - j) / 2), panel + j / 2 * width + i, width);
+void pack(const Gemm<Weight>& p, int64_t n, int64_t count, int64_t k, int64_t size, Products::Packed* panel) {
+  for_each_tile(count, size, [&](int64_t first, int64_t place, auto vectors) {
+    constexpr int64_t kStride = vectors * kLanes;
+    for (int64_t i = 0; i < kStride; i += kLanes)
+      for (int64_t j = 0; j < size; j += 2 * kLanes)
+        pack_square(p.weight + (n + first + i) * p.columns + k + j, p.columns, std::min(kLanes, count - first - i),
+                    std::min(kLanes, (size - j) / 2), panel + place + j / Products::kPacked * kStride + i, kStride);
+  });
 }
 
 // totals[m, n] += Σ_k x[m, k] panel[k, n] of kTileRows rows and kTileVectors registers of outputs.
 template <int kTileRows, int kTileVectors>
-void tile(const BFloat16* x, int64_t x_stride, const uint32_t* panel, int64_t pairs, float* totals) {
+void tile(const Products::Rows& x, const Products::Packed* panel, int64_t depth, float* totals) {
   constexpr int64_t kStride = kTileVectors * kLanes;
   Floats sums[kTileRows][kTileVectors];
 #pragma GCC unroll 6
   for (int m = 0; m < kTileRows; ++m)
 #pragma GCC unroll 4
-    for (int i = 0; i < kTileVectors; ++i) sums[m][i] = load(totals + m * kStride + i * kLanes);
-  for (int64_t k = 0; k < pairs; ++k) {
-    Words weights[kTileVectors];
+    for (int i = 0; i < kTileVectors; ++i) sums[m][i] = load(totals + m * kWidth + i * kLanes);
+#pragma GCC unroll 2
+  for (int64_t k = 0; k < depth; ++k) {
+    decltype(Products::load(panel)) weights[kTileVectors];
 #pragma GCC unroll 4
-    for (int i = 0; i < kTileVectors; ++i) weights[i] = load_words(panel + k * kStride + i * kLanes);
+    for (int i = 0; i < kTileVectors; ++i) weights[i] = Products::load(panel + k * kStride + i * kLanes);
 #pragma GCC unroll 6
-    for (int m = 0; m < kTileRows; ++m) {
-      uint32_t pair;
-      std::memcpy(&pair, x + m * x_stride + 2 * k, sizeof pair);
+    for (int m = 0; m < kTileRows; ++m)
 #pragma GCC unroll 4
-      for (int i = 0; i < kTileVectors; ++i) sums[m][i] = dot_pairs(sums[m][i], weights[i], Words{} + pair);
-    }
+      for (int i = 0; i < kTileVectors; ++i) sums[m][i] = Products::add(sums[m][i], weights[i], x(m, k));
   }
 #pragma GCC unroll 6
   for (int m = 0; m < kTileRows; ++m)
 #pragma GCC unroll 4
-    for (int i = 0; i < kTileVectors; ++i)
-      std::memcpy(totals + m * kStride + i * kLanes, &sums[m][i], sizeof(Floats));
+    for (int i = 0; i < kTileVectors; ++i) std::memcpy(totals + m * kWidth + i * kLanes, &sums[m][i], sizeof(Floats));
 }
 
 // The same of `rows` rows, at most kTileRows.
 template <int kTileRows, int kTileVectors>
-void tile_of(int64_t rows, const BFloat16* x, int64_t x_stride, const uint32_t* panel, int64_t pairs, float* totals) {
-  if (rows == kTileRows) return tile<kTileRows, kTileVectors>(x, x_stride, panel, pairs, totals);
-  if constexpr (kTileRows > 1) tile_of<kTileRows - 1, kTileVectors>(rows, x, x_stride, panel, pairs, totals);
+void tile_of(int64_t rows, const Products::Rows& x, const Products::Packed* panel, int64_t depth, float* totals) {
+  if (rows == kTileRows) return tile<kTileRows, kTileVectors>(x, panel, depth, totals);
+  if constexpr (kTileRows > 1) tile_of<kTileRows - 1, kTileVectors>(rows, x, panel, depth, totals);
 }
 
 // y[row, n … n + count) from the totals.
 template <typename Weight>
-void finish(const Gemm<Weight>& p, int64_t row, int64_t n, int64_t count, const float* totals) {
-  BFloat16* y = p.y + row * p.out + n;
-  for (int64_t i = 0; i < count; i += kLanes) {
-    const int64_t lanes = std::min(kLanes, count - i);
-    const __mmask16 some = static_cast<__mmask16>((1u << lanes) - 1);
-    Floats sums = load(totals + i);
-    if (p.scales) sums *= (Floats)_mm512_maskz_loadu_ps(some, p.scales + n + i);
-    if (p.bias) {
-      const __m512i bias = _mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(some, p.bias + n + i));
-      sums += (Floats)_mm512_slli_epi32(bias, 16);
-    }
-    _mm256_mask_storeu_epi16(y + i, some, (__m256i)_mm512_cvtneps_pbh((__m512)sums));
-  }
+void finish(const Gemm<Weight>& p, int64_t row, int64_t n, int64_t count, float* totals) {
+  if (p.scales)
+    for (int64_t j = 0; j < count; ++j) totals[j] *= p.scales[n + j];
+  if (p.bias)
+    for (int64_t j = 0; j < count; ++j) totals[j] += to_float(p.bias[n + j]);
+  for (int64_t j = 0; j < count; ++j) store(p.y + row * p.out + n + j, totals[j]);
 }
 
-// Outputs [n, n + count) of all rows, at most kPanelVectors registers of them.
-template <int kPanelVectors, typename Weight>
-void panel(const Gemm<Weight>& p, int64_t n, int64_t count, uint32_t* packed, float* totals) {
-  constexpr int64_t kStride = kPanelVectors * kLanes;
-  std::fill_n(totals, p.rows * kStride, 0.0f);
-  for (int64_t k = 0; k < p.columns; k += kColumns) {
-    const int64_t size = std::min(kColumns, p.columns - k);
-    pack(p, n, count, k, size, kStride, packed);
+// Outputs [n, n + count), at most kWidth, of all rows.
+template <typename Weight>
+void panel(const Gemm<Weight>& p, int64_t n, int64_t count, Products::Packed* packed, float* totals) {
+  std::fill_n(totals, p.rows * kWidth, 0.0f);
+  for (int64_t k = 0; k < p.columns; k += Products::kColumns) {
+    const int64_t size = std::min(Products::kColumns, p.columns - k);
+    pack(p, n, count, k, size, packed);
     for (int64_t row = 0; row < p.rows; row += kRows) {
       const int64_t rows = std::min<int64_t>(kRows, p.rows - row);
-      float* of_rows = totals + row * kStride;
-      tile_of<kRows, kPanelVectors>(rows, p.x + row * p.x_stride + k, p.x_stride, packed, size / 2, of_rows);
+      const Products::Rows x(p.x + row * p.x_stride + k, p.x_stride, rows, size);
+      float* of_rows = totals + row * kWidth;
+      for_each_tile(count, size, [&](int64_t first, int64_t place, auto vectors) {
+        tile_of<kRows, vectors>(rows, x, packed + place, size / Products::kPacked, of_rows + first);
+      });
       if (k + size == p.columns)
-        for (int64_t m = 0; m < rows; ++m) finish(p, row + m, n, count, of_rows + m * kStride);
+        for (int64_t m = 0; m < rows; ++m) finish(p, row + m, n, count, of_rows + m * kWidth);
     }
   }
 }
@@ -137,14 +205,13 @@ void gemm(const Gemm<Weight>& p, int threads) {
     return gemm(others, threads);
   }
   in_parallel((p.out + kLanes - 1) / kLanes, threads, [&](int64_t first, int64_t last) {
-    thread_local std::vector<uint32_t> packed;
+    thread_local std::vector<Products::Packed> packed;
     thread_local std::vector<float> totals;
-    packed.resize(kColumns / 2 * kWidth);
+    packed.resize(Products::kColumns / Products::kPacked * kWidth);
     totals.resize(p.rows * kWidth);
-    int64_t n = first * kLanes;
     const int64_t end = std::min(last * kLanes, p.out);
-    for (; n + kWidth <= end; n += kWidth) panel<kVectors>(p, n, kWidth, packed.data(), totals.data());
-    for (; n < end; n += kLanes) panel<1>(p, n, std::min(kLanes, end - n), packed.data(), totals.data());
+    for (int64_t n = first * kLanes; n < end; n += kWidth)
+      panel(p, n, std::min(kWidth, end - n), packed.data(), totals.data());
   });
 }
 
@@ -152,15 +219,17 @@ void gemm(const Gemm<Weight>& p, int threads) {
 }  // namespace tp
 
 // x: [rows, columns] with a stride between rows; weight: [out, columns]; scales, bias: [out] or null; y: [rows, out].
-#define TP_GEMM(NAME, WEIGHT)                                                                             \
+#define TP_GEMM(NAME, WEIGHT)                                                                                       \
   int NAME(const tp::BFloat16* x, int64_t x_stride, const WEIGHT* weight, const float* scales,                      \
            const tp::BFloat16* bias, tp::BFloat16* y, int64_t rows, int64_t columns, int64_t out, int threads) {    \
-    const tp::Gemm<WEIGHT> gemm{x, x_stride, weight, scales, bias, y, rows, columns, out};                    \
-    return tp::perform([=] { return tp::gemm(gemm, threads), 0; });                                    \
+    const tp::Gemm<WEIGHT> gemm{x, x_stride, weight, scales, bias, y, rows, columns, out};                          \
+    return tp::perform([=] { return tp::gemm(gemm, threads), 0; });                                                 \
   }
 
 extern "C" {
+#if !defined(__AMX_BF16__)  // torch multiplies squares of bfloat16 with it
 TP_GEMM(tp_gemm_bfloat16, tp::BFloat16)
+#endif
 TP_GEMM(tp_gemm_int8_bfloat16, int8_t)
 }
 

@@ -68,7 +68,7 @@ struct Prefill {
   T* out;  // [queries, heads, head_dim]
   int64_t heads, kv_heads, queries, keys, head_dim;
 
-  // Of all blocks of keys, those that some query sees: a window may mask_outside the first ones.
+  // Of all blocks of keys, those that some query sees: a window may hide the first ones.
   int64_t first_block() const { return window ? std::max<int64_t>(0, keys - queries - window + 1) / kKeys : 0; }
   int64_t blocks() const { return (keys + kKeys - 1) / kKeys - first_block(); }
   int64_t columns() const { return elements<T>(head_dim); }  // of a query or key, packed

@@ -65,6 +65,9 @@ inline Floats load(const float* from) {
   return value;
 }
 
+// x in every lane. (0 + x would be an addition: -0 + 0 is 0.)
+inline Floats broadcast(float x) { return x - Floats{}; }
+
 // Compilers do not find the instruction that widens bytes by themselves.
 inline Floats load(const int8_t* from) {
 #if defined(__AVX512F__)
