@@ -5,12 +5,14 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from allocation import most_allocated
 
 from benchmarks.activation_memory import CONFIG
+from tp.kernels import widening
 from tp.layers import KVCache, Replicate, SequenceSlice, ShardTokens, Step
 from tp.models import CausalLM, initialise_parameters
 from tp.planning.activations import step_activations
@@ -58,9 +60,15 @@ def test_a_prefill_holds_what_is_derived_within_ten_percent(ranks, t):
             assert measured == pytest.approx(derived, rel=0.1), case
 
 
+def peaks_in_bfloat16(group):
+    """Without float32 copies of weights of odd width, which a CPU without bfloat16 products makes: none is derived."""
+    with mock.patch.object(widening, "_lacks_products", return_value=False):
+        return peaks(group, torch.bfloat16)
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("t", [1, 2, 3, 5])
 def test_so_it_does_in_bfloat16(ranks, t):
-    for rank in ranks(t).run(peaks, torch.bfloat16):
+    for rank in ranks(t).run(peaks_in_bfloat16):
         for case, (measured, derived) in rank.items():
             assert measured == pytest.approx(derived, rel=0.1), case
