@@ -19,8 +19,8 @@ from tp.generation.sampler import Candidates, Sampler
 from tp.generation.scheduler import Piece, Scheduler, SequenceState, step_of
 from tp.generation.sequence_text import SequenceText
 from tp.generation.text_model import TextModel
-from tp.layers.embedding import ShardedLogits
 from tp.layers.kv_cache import KVCache
+from tp.layers.sharded_logits import ShardedLogits
 
 OnToken = Callable[[TokenEvent], object]
 """Called on rank 0 with each new token; returning True ends that sequence, which is then "cancelled"."""
