@@ -21,8 +21,8 @@ from launch.measurement.peers.task import Task
 from launch.measurement.read_bandwidth import ReadBandwidth
 from launch.measurement.requests import DecodeAnswer, random_request
 from launch.measurement.spread import Spread
-from launch.measurement.warden import Warden
 from launch.planning.synthetic import CASES, CONFIGS
+from launch.process_guard import ProcessGuard
 from tp.generation.options import PREFILL_CHUNK
 from tp.planning.calibration import Observation
 from tp.planning.fitting import fit_line
@@ -100,7 +100,7 @@ def measure_ranks(degree: int, measured: Measurements) -> None:
     launched = ["launch", "run", "--nproc", str(degree), "-m"] if degree > 1 else []
     command = Command([sys.executable, "-m", *launched, RANK_MODULE], {"OMP_NUM_THREADS": str(_cores_of(degree))})
     ranks = f"{degree} rank{'s' if degree > 1 else ''}"
-    with closing(Warden()) as warden, closing(Child(command, warden)) as child:
+    with ProcessGuard() as guard, closing(Child(command, guard)) as child:
         try:
             facts = child.wait_until_ready(PATIENCE_S)
         except ContestantError as error:
