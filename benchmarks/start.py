@@ -52,12 +52,12 @@ def run(arguments: argparse.Namespace) -> None:
             contestant.name: partial(seconds_to_first_token, contestant, request, guard, arguments.patience)
             for contestant in contestants
         }
-        rounds = interleave(actions, rounds=arguments.runs, watch=told)
+        rounds = interleave(actions, rounds=arguments.runs, watch=report_turn)
     show(arguments, lambda console: print_starts(console, rounds))
     write_json(arguments, start_fields(rounds))
 
 
-def told(turn: Turn[float]) -> None:
+def report_turn(turn: Turn[float]) -> None:
     """Progress."""
     when = "warm-up" if turn.round == WARM_UP else f"round {turn.round} of {turn.rounds}"
     tell(f"{when}: {turn.contestant}: {turn.result:.2f} s")

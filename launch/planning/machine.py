@@ -132,15 +132,15 @@ def measure_models(
                     actions[key] = _action(field, contestant, case, subject.vocab_size)
         readers = {degree: stack.enter_context(ReadBandwidth(degree, _cores_of(degree))) for degree in degrees}
         actions.update({reader.name: reader.bytes_per_second for reader in readers.values()})
-        told = interleave(actions, rounds=rounds, watch=_teller(len(actions)))
-    if told.failures:
-        name, reason = next(iter(told.failures.items()))
+        outcome = interleave(actions, rounds=rounds, watch=_teller(len(actions)))
+    if outcome.failures:
+        name, reason = next(iter(outcome.failures.items()))
         raise ContestantError(f"{name}: {reason}")
     for degree, reader in readers.items():
-        rates = [rate for rate in told.results[reader.name] if not isinstance(rate, DecodeAnswer)]
+        rates = [rate for rate in outcome.results[reader.name] if not isinstance(rate, DecodeAnswer)]
         measured.read_gb_per_s[degree] = Spread.of(rates).median / 1e9
     for key, of_what in about.items():
-        answers = [answer for answer in told.results[key] if isinstance(answer, DecodeAnswer)]
+        answers = [answer for answer in outcome.results[key] if isinstance(answer, DecodeAnswer)]
         measured.answers[of_what] = answers
 
 

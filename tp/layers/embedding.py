@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from tp.kernels.look_up_rows import look_up_rows
+from tp.kernels.embedding_lookup import embedding_lookup
 from tp.layers.handles import Normed, Partial, column_linear
 from tp.layers.parameter import ParallelModule
 from tp.layers.sharded_logits import ShardedLogits
@@ -48,7 +48,7 @@ class VocabParallelEmbedding(_VocabParallel):
 
     def forward(self, token_ids: Tensor) -> Partial:
         """[N] int64 → this rank's addend of [N, D]."""
-        rows = look_up_rows(self.weight, token_ids, self.vocab_range.start, len(self.vocab_range))
+        rows = embedding_lookup(self.weight, token_ids, self.vocab_range.start, len(self.vocab_range))
         return Partial(rows, self.group)
 
 
