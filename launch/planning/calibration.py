@@ -23,7 +23,7 @@ from launch.planning.machine import (
 )
 from launch.planning.synthetic import CONFIGS
 from launch.terminal import Terminal
-from tp.generation.options import PREFILL_CHUNK
+from tp.defaults import PREFILL_CHUNK
 from tp.planning.calibration import fit_rates
 from tp.planning.hardware import Fabric, Profile, Rates
 from tp.planning.precision import Precision

@@ -23,7 +23,7 @@ from launch.measurement.requests import DecodeAnswer, random_request
 from launch.measurement.spread import Spread
 from launch.planning.synthetic import CASES, CONFIGS
 from launch.process_guard import ProcessGuard
-from tp.generation.options import PREFILL_CHUNK
+from tp.defaults import PREFILL_CHUNK
 from tp.planning.calibration import Observation
 from tp.planning.fitting import fit_line
 from tp.planning.hardware import MeasuredCollective

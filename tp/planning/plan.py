@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from tp.config import ModelConfig
+from tp.defaults import PREFILL_CHUNK
 from tp.errors import CapacityError, RequestError
 from tp.generation.decode_graphs import CudaGraph, NativeTape
-from tp.generation.options import PREFILL_CHUNK
 from tp.layers.layout import SHARDED_PREFILL_TOKENS
 from tp.planning.hardware import ANY_DEGREE, Profile
 from tp.planning.memory import RankMemory, largest, serving_memory, training_memory
