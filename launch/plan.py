@@ -72,14 +72,8 @@ def add_parser(commands: Any) -> None:
 def execute(arguments: argparse.Namespace) -> int:
     """Plans, or measures, in this process."""
     _check(arguments)
-    if not arguments.json:
-        _run(arguments, Terminal.of_process())
-        return 0
-    terminal = Terminal.apart_from_libraries()
-    try:
+    with Terminal.of_command(json=arguments.json) as terminal:
         _run(arguments, terminal)
-    finally:
-        terminal.take_back()
     return 0
 
 

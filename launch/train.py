@@ -55,14 +55,8 @@ def execute(arguments: argparse.Namespace) -> int:
     num_ranks = arguments.tp * arguments.dp
     if num_ranks > 1:
         return _execute_on_ranks(num_ranks, arguments)
-    if not arguments.json:
-        _run(arguments, Terminal.of_process())
-        return 0
-    terminal = Terminal.apart_from_libraries()
-    try:
+    with Terminal.of_command(json=arguments.json) as terminal:
         _run(arguments, terminal)
-    finally:
-        terminal.take_back()
     return 0
 
 
