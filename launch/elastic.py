@@ -26,7 +26,7 @@ def when_started(action: Callable[[Any], None]) -> Iterator[None]:
         start(context)
         action(context)
 
-    PContext.start = start_and_tell  # type: ignore[method-assign]
+    PContext.start = start_and_tell  # type: ignore[assignment, method-assign]
     try:
         yield
     finally:
@@ -47,7 +47,7 @@ def when_closing(action: Callable[[Any], None]) -> Iterator[None]:
         action(context)
         close(context, death_sig, min(timeout, GRACE_S))
 
-    PContext.close = tell_and_close  # type: ignore[method-assign]
+    PContext.close = tell_and_close  # type: ignore[assignment, method-assign]
     try:
         yield
     finally:

@@ -6,7 +6,7 @@ import argparse
 import io
 import json
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -212,7 +212,7 @@ def _plot(
     workload: Workload,
     what: str,
     rates: dict[int, float],
-    plans: list[ServingPlan] | list[TrainingPlan],
+    plans: Sequence[ServingPlan | TrainingPlan],
 ) -> None:
     from launch.planning.plot import Curve, draw
     from launch.planning.tables import amount
@@ -230,7 +230,7 @@ def model_name(model: str) -> str:
     return path.stem if path.suffix in (".json", ".gguf") else path.name
 
 
-def _refuse_if_nothing_fits(plans: list[ServingPlan] | list[TrainingPlan]) -> None:
+def _refuse_if_nothing_fits(plans: Sequence[ServingPlan | TrainingPlan]) -> None:
     """What was shown says by how much; the exit status says that there is nothing to use."""
     from launch.planning.tables import shortage
 

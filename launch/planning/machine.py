@@ -122,7 +122,7 @@ def measure_models(
         for subject in subjects:
             contestants = [_contestant(subject.model, dtype, degree) for degree in degrees]
             field = stack.enter_context(Field())
-            field.load(contestants, lambda text, name=subject.name: tell(f"{name}: {text}"))
+            field.load(contestants, _teller_of(subject.name))
             for degree, contestant in zip(degrees, contestants, strict=True):
                 if contestant.name in field.failures:
                     raise ContestantError(f"{contestant.name}: {field.failures[contestant.name]}")
@@ -175,6 +175,10 @@ def _contestant(model: str, dtype: str, degree: int) -> Contestant:
 def _cores_of(degree: int) -> int:
     """Of each rank."""
     return max(1, available_cores() // degree)
+
+
+def _teller_of(name: str) -> Callable[[str], None]:
+    return lambda text: tell(f"{name}: {text}")
 
 
 def _teller(turns: int) -> Callable[[Turn[Measured]], None]:
