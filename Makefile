@@ -47,7 +47,7 @@ lint: venv
 	$(BIN)/ruff format --check .
 
 types: venv
-	$(BIN)/mypy tp
+	$(BIN)/mypy
 
 # Two files at a time: many tests wait for processes that they start.
 tests: venv

@@ -17,11 +17,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tp.config import ModelConfig, RopeConfig
+from tp.config import ModelConfig
 from tp.layers import Layout, Replicate, SequenceSlice, ShardTokens, Step
 from tp.models import CausalLM, initialise_parameters
 from tp.parallel import TensorParallelGroup
 from tp.planning.activations import layer_activations
+from tp.rope_config import RopeConfig
 
 CONFIG = ModelConfig(
     model_type="qwen2", hidden_size=512, num_layers=1, num_attention_heads=8, num_kv_heads=2, head_dim=64,

@@ -34,7 +34,7 @@ BUDGETS_S = {
 }  # fmt: skip
 """The parts in their order, what matters most first, and how long each may take at most."""
 TOTAL_S = 350.0
-TOLD = (
+SHOWN = (
     "milliseconds", "tokens_per_s", "gigabytes_per_second", "share_of_copy_bandwidth", "times_as_fast_as_torch",
     "device", "torch", "triton", "cuda", "gb_per_s",
 )  # fmt: skip
@@ -103,9 +103,10 @@ def line_of(result: dict[str, Any]) -> str:
     """A result as a person reads it."""
     if "failure" in result:
         return f"{'FAILED':8}{result['part']}: {result['name']}: {result['failure']}"
-    told = [f"{name.replace('_', ' ')} {_text(result[name])}" for name in TOLD if name in result]
-    told += [f"{name.replace('_', ' ')} {_text(result[name])}" for name in result if name.endswith(("_ulps", "_error"))]
-    return f"{'ok':8}{result['part']}: {result['name']}" + (f": {', '.join(told[:6])}" if told else "")
+    names = [name for name in SHOWN if name in result]
+    names += [name for name in result if name.endswith(("_ulps", "_error"))]
+    shown = [f"{name.replace('_', ' ')} {_text(result[name])}" for name in names[:6]]
+    return f"{'ok':8}{result['part']}: {result['name']}" + (f": {', '.join(shown)}" if shown else "")
 
 
 def _text(value: Any) -> str:

@@ -16,10 +16,11 @@ from pathlib import Path
 
 import torch
 
-from tp.config import ModelConfig, RopeConfig
+from tp.config import ModelConfig
 from tp.layers import KVCache, Layout, Replicate, SequenceSlice, ShardTokens, Step
 from tp.models import CausalLM, initialise_parameters
 from tp.parallel import TensorParallelGroup
+from tp.rope_config import RopeConfig
 
 CONFIG = ModelConfig(
     model_type="llama", hidden_size=576, num_layers=6, num_attention_heads=9, num_kv_heads=3, head_dim=64,

@@ -27,7 +27,7 @@ from launch.measurement.peers.task import Task
 from launch.measurement.requests import random_request
 from launch.measurement.start_table import print_starts, start_fields
 from launch.measurement.starting import read_into_page_cache, seconds_to_first_token
-from launch.measurement.warden import Warden
+from launch.process_guard import ProcessGuard
 
 
 def main() -> int:
@@ -47,20 +47,17 @@ def run(arguments: argparse.Namespace) -> None:
     facts = model_facts(arguments.model, arguments.dtype)
     request = random_request(1, arguments.prompt_tokens, 1, facts.vocab_size)
     tell(f"{read_into_page_cache(arguments.model) / 1e9:.2f} GB of files are in the page cache")
-    warden = Warden()
-    try:
+    with ProcessGuard() as guard:
         actions = {
-            contestant.name: partial(seconds_to_first_token, contestant, request, warden, arguments.patience)
+            contestant.name: partial(seconds_to_first_token, contestant, request, guard, arguments.patience)
             for contestant in contestants
         }
-        rounds = interleave(actions, rounds=arguments.runs, watch=told)
-    finally:
-        warden.close()
+        rounds = interleave(actions, rounds=arguments.runs, watch=report_turn)
     show(arguments, lambda console: print_starts(console, rounds))
     write_json(arguments, start_fields(rounds))
 
 
-def told(turn: Turn[float]) -> None:
+def report_turn(turn: Turn[float]) -> None:
     """Progress."""
     when = "warm-up" if turn.round == WARM_UP else f"round {turn.round} of {turn.rounds}"
     tell(f"{when}: {turn.contestant}: {turn.result:.2f} s")

@@ -57,7 +57,7 @@ class Endpoint:
             CommunicationError: it has none within `patience_s`.
         """
         deadline = time.monotonic() + patience_s
-        told = False
+        announced = False
         while True:
             try:
                 found = socket.getaddrinfo(self.host, self.port, type=socket.SOCK_STREAM)
@@ -68,9 +68,9 @@ class Endpoint:
                         f"--rdzv-endpoint: the name {self.host} has no address on this machine ({error.strerror}); "
                         "give an address, or mend the name service or /etc/hosts"
                     ) from error
-                if not told:
+                if not announced:
                     print(f"waiting up to {patience_s:g} s for an address of {self.host}", file=sys.stderr)
-                    told = True
+                    announced = True
             time.sleep(0.5)
 
 

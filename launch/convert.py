@@ -41,14 +41,8 @@ def execute(arguments: argparse.Namespace) -> int:
     output = arguments.output
     if output.exists() and not (output.is_dir() and not any(output.iterdir())):
         raise RequestError(f"--output {output} exists and is not an empty directory: choose another")
-    if not arguments.json:
-        _convert(arguments, Terminal.of_process())
-        return 0
-    terminal = Terminal.apart_from_libraries()
-    try:
+    with Terminal.of_command(json=arguments.json) as terminal:
         _convert(arguments, terminal)
-    finally:
-        terminal.take_back()
     return 0
 
 

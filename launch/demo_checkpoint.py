@@ -12,6 +12,8 @@ import zipfile
 from pathlib import Path
 from typing import IO, TYPE_CHECKING
 
+from tp.cache_directory import cache_directory
+
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.progress import Progress
@@ -65,12 +67,6 @@ def obtain_with_progress(scratch: Path, console: Console) -> Path:
 def kept_path() -> Path:
     """Where the file is once it was fetched."""
     return cache_directory() / FILE_NAME
-
-
-def cache_directory() -> Path:
-    """Where files are kept between runs: $XDG_CACHE_HOME/tp-decoder, else ~/.cache/tp-decoder."""
-    base = os.environ.get("XDG_CACHE_HOME", "")
-    return Path(base if os.path.isabs(base) else os.path.expanduser("~/.cache")) / "tp-decoder"
 
 
 def download(scratch: Path, progress: Progress) -> Path:

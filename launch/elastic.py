@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from launch import heartbeat
-from launch.undertaker import Undertaker
+from launch.process_guard import ProcessGuard
 
 GRACE_S = 3
 """Between asking ranks to end and killing them: they may sit in a collective, where they cannot hear the question."""
@@ -26,7 +26,7 @@ def when_started(action: Callable[[Any], None]) -> Iterator[None]:
         start(context)
         action(context)
 
-    PContext.start = start_and_tell  # type: ignore[method-assign]
+    PContext.start = start_and_tell  # type: ignore[assignment, method-assign]
     try:
         yield
     finally:
@@ -47,7 +47,7 @@ def when_closing(action: Callable[[Any], None]) -> Iterator[None]:
         action(context)
         close(context, death_sig, min(timeout, GRACE_S))
 
-    PContext.close = tell_and_close  # type: ignore[method-assign]
+    PContext.close = tell_and_close  # type: ignore[assignment, method-assign]
     try:
         yield
     finally:
@@ -62,17 +62,17 @@ class RanksHere:
         over: set by whoever started them, once they have ended.
     """
 
-    def __init__(self, undertaker: Undertaker) -> None:
+    def __init__(self, guard: ProcessGuard) -> None:
         self.asked_to_end: set[int] = set()
         self.over = threading.Event()
-        self._undertaker = undertaker
+        self._guard = guard
         self._closed = False
 
     def started(self, context: Any) -> None:
         """For `when_started`."""
         ranks = _global_ranks(context)
         process_ids = {ranks[local]: process_id for local, process_id in context.pids().items()}
-        self._undertaker.take_over(process_ids.values())
+        self._guard.add(process_ids.values())
         error_files = {ranks[local]: Path(path) for local, path in context.error_files.items()}
         heartbeat.watch(process_ids, error_files, self.over)
 

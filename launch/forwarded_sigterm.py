@@ -38,7 +38,7 @@ class ForwardedSigterm:
 
     def _listen(self, context: Any) -> None:
         self._context = context
-        self._elastic = signal.signal(signal.SIGTERM, self._on_sigterm)
+        self._elastic: Any = signal.signal(signal.SIGTERM, self._on_sigterm)
         signal.signal(signal.SIGALRM, self._on_alarm)
 
     def _on_sigterm(self, number: int, frame: FrameType | None) -> None:

@@ -21,6 +21,7 @@ from launch.model_command import ModelCommand, execute
 from launch.report import Communication, RankMemory, Report
 from launch.streaming import view_of
 from launch.terminal import Terminal
+from tp.defaults import MAX_NEW_TOKENS, PREFILL_CHUNK
 from tp.errors import RequestError
 
 if TYPE_CHECKING:
@@ -172,12 +173,13 @@ def _report(
 
 
 def _add_length_options(group: argparse._ArgumentGroup) -> None:
-    group.add_argument("--max-new-tokens", type=int, default=128, metavar="N", help="default 128")
+    group.add_argument("--max-new-tokens", type=int, default=MAX_NEW_TOKENS, metavar="N", help="default %(default)s")
     group.add_argument("--min-new-tokens", type=int, default=0, metavar="N", help="end ids are masked until then")
     group.add_argument("--ignore-eos", action="store_true", help="end ids end nothing")
     group.add_argument("--stop", action="append", default=[], metavar="TEXT", help="ends a sequence; may be repeated")
     group.add_argument("--max-batch-size", type=positive, metavar="N", help="prompts at once (default: all)")
-    group.add_argument("--prefill-chunk", type=int, default=512, metavar="N", help="prompt tokens a step (default 512)")
+    step = "prompt tokens a step (default %(default)s)"
+    group.add_argument("--prefill-chunk", type=int, default=PREFILL_CHUNK, metavar="N", help=step)
 
 
 def _add_sampling_options(group: argparse._ArgumentGroup) -> None:

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from launch.failures import Failure
-from launch.undertaker import STARTED, status_of
+from launch.process_tree import STARTED, status_of
 from tp.errors import RankFailedError
 
 BEAT_S = 1.0

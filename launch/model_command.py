@@ -47,14 +47,8 @@ def execute(command: ModelCommand, arguments: argparse.Namespace) -> int:
     command.check(arguments)
     if tp_size > 1:
         return _execute_on_ranks(tp_size, arguments)
-    if not arguments.json:
-        _run(command, arguments, Terminal.of_process())
-        return 0
-    terminal = Terminal.apart_from_libraries()
-    try:
+    with Terminal.of_command(json=arguments.json) as terminal:
         _run(command, arguments, terminal)
-    finally:
-        terminal.take_back()
     return 0
 
 

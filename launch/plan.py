@@ -6,7 +6,7 @@ import argparse
 import io
 import json
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +14,7 @@ from launch.arguments import add_layout_option, add_output_options, place, posit
 from launch.output_files import check_file, write
 from launch.planning.degrees import Degrees
 from launch.terminal import Terminal
+from tp.defaults import PREFILL_CHUNK
 from tp.errors import CapacityError, RequestError
 from tp.planning.hardware import profile_names
 
@@ -55,7 +56,8 @@ def add_parser(commands: Any) -> None:
     parser.add_argument("--weights", choices=["plain", "int8"], default="plain", help="int8: of 8 bits, to serve only")
     parser.add_argument("--batch", type=positive, default=1, metavar="N", help="sequences at once (default 1)")
     parser.add_argument("--context", type=positive, metavar="N", help="tokens of each (default 4096, or the model's)")
-    parser.add_argument("--prefill-chunk", type=positive, default=512, metavar="N", help="prompt tokens a step (512)")
+    step = "prompt tokens a step (default %(default)s)"
+    parser.add_argument("--prefill-chunk", type=positive, default=PREFILL_CHUNK, metavar="N", help=step)
     parser.add_argument("--train", action="store_true", help="plans training steps of --batch rows instead of serving")
     parser.add_argument("--activation-checkpointing", action="store_true", help="layers are computed again (--train)")
     add_layout_option(parser)
@@ -70,14 +72,8 @@ def add_parser(commands: Any) -> None:
 def execute(arguments: argparse.Namespace) -> int:
     """Plans, or measures, in this process."""
     _check(arguments)
-    if not arguments.json:
-        _run(arguments, Terminal.of_process())
-        return 0
-    terminal = Terminal.apart_from_libraries()
-    try:
+    with Terminal.of_command(json=arguments.json) as terminal:
         _run(arguments, terminal)
-    finally:
-        terminal.take_back()
     return 0
 
 
@@ -216,7 +212,7 @@ def _plot(
     workload: Workload,
     what: str,
     rates: dict[int, float],
-    plans: list[ServingPlan] | list[TrainingPlan],
+    plans: Sequence[ServingPlan | TrainingPlan],
 ) -> None:
     from launch.planning.plot import Curve, draw
     from launch.planning.tables import amount
@@ -234,7 +230,7 @@ def model_name(model: str) -> str:
     return path.stem if path.suffix in (".json", ".gguf") else path.name
 
 
-def _refuse_if_nothing_fits(plans: list[ServingPlan] | list[TrainingPlan]) -> None:
+def _refuse_if_nothing_fits(plans: Sequence[ServingPlan | TrainingPlan]) -> None:
     """What was shown says by how much; the exit status says that there is nothing to use."""
     from launch.planning.tables import shortage
 

@@ -5,8 +5,10 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import shutil
 import signal
 import sys
+import tempfile
 import uuid
 from argparse import Namespace
 from collections.abc import Mapping, Sequence
@@ -14,20 +16,19 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from launch import addresses, failures
+from launch import ROOT, addresses, failures
 from launch.addresses import Endpoint
 from launch.elastic import RanksHere, when_closing, when_started
 from launch.failures import Failure
 from launch.forwarded_sigterm import ForwardedSigterm
+from launch.process_guard import ProcessGuard
 from launch.rank_process import LAUNCHER
-from launch.undertaker import Undertaker
 from tp.errors import CommunicationError, RequestError, first_line
 
 STANDARD_INPUT = "TP_DECODER_STANDARD_INPUT"
 """Environment variable: the file that holds what the launcher read from its standard input."""
 MONITOR_INTERVAL_S = 0.05
 LOG_TAIL_BYTES = 2000
-ROOT = Path(__file__).resolve().parents[1]
 
 
 @dataclass(frozen=True)
@@ -97,14 +98,15 @@ def start(
             so does the run. By default SIGTERM ends them, and the run with 128 + 15. A second SIGTERM always does.
     """
     placement = replace(placement, local_addr=placement.own_address())
-    with _undertaker() as undertaker:
+    directory = _temporary_directory()
+    with _guard(directory) as guard:
         # torch reads some of these when it is imported, so that they come first; the ranks inherit them.
         os.environ.update(_environment(placement, debug))
         if standard_input:
-            os.environ[STANDARD_INPUT] = str(_file_of(standard_input, undertaker.directory))
-        status = _launch(command, placement, undertaker, debug, grace_s)
+            os.environ[STANDARD_INPUT] = str(_file_of(standard_input, directory))
+        status = _launch(command, placement, directory, guard, debug, grace_s)
         if status == 0:
-            undertaker.let_go()
+            guard.release()  # what ranks that ended well have left running is theirs
         return status
 
 
@@ -131,19 +133,25 @@ def _environment(placement: Placement, debug: bool) -> Mapping[str, str]:
     return {**settings, **os.environ, LAUNCHER: str(os.getpid())}
 
 
-def _undertaker() -> Undertaker:
+def _temporary_directory() -> Path:
     try:
-        return Undertaker()
-    except ChildProcessError as error:
-        raise RequestError(
-            f"no further process can be started ({error.strerror}): end others, or raise ulimit -u"
-        ) from error
+        return Path(tempfile.mkdtemp(prefix="tp-decoder-"))
     except OSError as error:
         raise RequestError(f"no temporary directory can be made ({error.strerror}): TMPDIR names another") from error
 
 
-def _file_of(text: str, directory: str) -> Path:
-    path = Path(directory, "standard-input")
+def _guard(directory: Path) -> ProcessGuard:
+    try:
+        return ProcessGuard(directory)
+    except OSError as error:
+        shutil.rmtree(directory, ignore_errors=True)
+        raise RequestError(
+            f"no further process can be started ({error.strerror}): end others, or raise ulimit -u"
+        ) from error
+
+
+def _file_of(text: str, directory: Path) -> Path:
+    path = directory / "standard-input"
     try:
         path.write_text(text, encoding="utf-8")
     except OSError as error:
@@ -154,7 +162,12 @@ def _file_of(text: str, directory: str) -> Path:
 
 
 def _launch(
-    command: Sequence[str], placement: Placement, undertaker: Undertaker, debug: bool, grace_s: float | None
+    command: Sequence[str],
+    placement: Placement,
+    directory: Path,
+    guard: ProcessGuard,
+    debug: bool,
+    grace_s: float | None,
 ) -> int:
     from torch.distributed import DistError
     from torch.distributed.elastic.multiprocessing.api import SignalException
@@ -165,10 +178,10 @@ def _launch(
     if not debug:
         logging.disable(logging.CRITICAL)  # nothing but the elastic launcher logs in this process
     request = None if grace_s is None else ForwardedSigterm(grace_s)
-    ranks = RanksHere(undertaker)
+    ranks = RanksHere(guard)
     try:
         with when_started(ranks.started), when_closing(ranks.closing), _listening(request):
-            elastic_launch(_config(placement, undertaker.directory), sys.executable)(*command)
+            elastic_launch(_config(placement, directory), sys.executable)(*command)
     except ChildFailedError as error:
         noticed = [
             failures.of_process(rank, failed.exitcode, failed.error_file_data)
@@ -178,7 +191,7 @@ def _launch(
             return 128 + signal.SIGTERM  # they had not begun to listen
         absent = ranks.asked_to_end - {failure.rank for failure in noticed if failure.recorded}
         own = [failure for failure in noticed if failure.rank not in absent]
-        return _tell(own, absent, placement, Path(undertaker.directory), debug)
+        return _tell(own, absent, placement, directory, debug)
     except (RendezvousError, DistError) as error:
         meeting = placement.rdzv_endpoint or "a port of this machine"
         reason = first_line(error.__cause__ or error)
@@ -192,7 +205,7 @@ def _launch(
     return 0
 
 
-def _config(placement: Placement, directory: str) -> Any:
+def _config(placement: Placement, directory: Path) -> Any:
     from torch.distributed.elastic.multiprocessing.api import DefaultLogsSpecs
     from torch.distributed.launcher.api import LaunchConfig
 
@@ -208,7 +221,7 @@ def _config(placement: Placement, directory: str) -> Any:
         local_addr=placement.own_address(),
         max_restarts=0,
         monitor_interval=MONITOR_INTERVAL_S,
-        logs_specs=DefaultLogsSpecs(log_dir=directory),
+        logs_specs=DefaultLogsSpecs(log_dir=str(directory)),
     )
 
 

@@ -48,7 +48,20 @@ class Terminal:
         os.dup2(2, 1)
         return terminal
 
-    def take_back(self) -> None:
+    @classmethod
+    @contextlib.contextmanager
+    def of_command(cls, *, json: bool) -> Iterator[Terminal]:
+        """Of a process that is alone, for a command; with `json`, libraries print nothing to stdout meanwhile."""
+        if not json:
+            yield cls.of_process()
+            return
+        terminal = cls.apart_from_libraries()
+        try:
+            yield terminal
+        finally:
+            terminal._take_back()
+
+    def _take_back(self) -> None:
         """Ends `apart_from_libraries`: stdout and stderr are what they were."""
         sys.stdout.flush()
         for stream, descriptor in ((self.out, 1), (self.err, 2)):

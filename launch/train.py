@@ -55,32 +55,28 @@ def execute(arguments: argparse.Namespace) -> int:
     num_ranks = arguments.tp * arguments.dp
     if num_ranks > 1:
         return _execute_on_ranks(num_ranks, arguments)
-    if not arguments.json:
-        _run(arguments, Terminal.of_process())
-        return 0
-    terminal = Terminal.apart_from_libraries()
-    try:
+    with Terminal.of_command(json=arguments.json) as terminal:
         _run(arguments, terminal)
-    finally:
-        terminal.take_back()
     return 0
 
 
 def _tp_size(arguments: argparse.Namespace) -> int:
     """--tp; else what the ranks, or the GPUs of all machines, leave to each of --dp replicas."""
-    given, replicas = arguments.tp, arguments.dp
+    given: int | None = arguments.tp
+    replicas: int = arguments.dp
     if is_rank():
         if world_size() % replicas or given not in (None, world_size() // replicas):
             asked = f"--dp {replicas}" if given is None else f"--tp {given} times --dp {replicas}"
             raise RequestError(f"{asked} contradicts the launcher, which started {world_size()} ranks")
         return world_size() // replicas
     if given is not None:
-        return int(given)
+        return given
     if arguments.device == "cpu":
         return 1
     import torch
 
-    return max(1, arguments.nnodes * torch.cuda.device_count() // replicas)
+    nodes: int = arguments.nnodes
+    return max(1, nodes * torch.cuda.device_count() // replicas)
 
 
 def _execute_on_ranks(num_ranks: int, arguments: argparse.Namespace) -> int:

@@ -58,7 +58,9 @@ def micro_batch_size(arguments: argparse.Namespace, recipe: Recipe) -> int:
     Raises:
         RequestError: the global batch cannot be divided so.
     """
-    rows, given, replicas = recipe.batch_size, arguments.micro_batch_size, arguments.dp
+    given: int | None = arguments.micro_batch_size
+    replicas: int = arguments.dp
+    rows = recipe.batch_size
     if rows % replicas:
         raise RequestError(f"--batch-size {rows} is not a multiple of --dp {replicas}: replicas get rows evenly")
     if given is not None and (rows // replicas) % given:

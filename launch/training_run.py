@@ -44,6 +44,8 @@ def run(arguments: argparse.Namespace, world: TensorParallelGroup, terminal: Ter
         check_alike(world.communicator, {"the tokens of --data": about["data"]})
         _check_data(about, saved)
         learner = make_learner(arguments, recipe, start, groups, dtype)
+        optimizer = learner.optimizer
+        assert isinstance(optimizer, torch.optim.AdamW)  # whose state the store knows
         store = CheckpointStore(arguments.output, arguments.keep)
         speed = Speed.of(start.config, recipe.sequence_length, recipe.batch_size, world.device, world.size)
         with TrainingDisplay(terminal, speed, start.step, recipe.steps) as display:
@@ -54,9 +56,7 @@ def run(arguments: argparse.Namespace, world: TensorParallelGroup, terminal: Ter
 
             def save(done: int) -> None:
                 content = {RECIPE: recipe.to_json(), **about}
-                groups.on_first_replica(
-                    lambda: store.save(done, learner.model, learner.optimizer, start.tokenizer, content)
-                )
+                groups.on_first_replica(lambda: store.save(done, learner.model, optimizer, start.tokenizer, content))
                 if report is not None:
                     report.saved(store.path_of(done))
 

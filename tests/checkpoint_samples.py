@@ -17,11 +17,12 @@ from torch import Tensor
 
 from tp.checkpoint import open_checkpoint
 from tp.checkpoint.loader import LoadReport
-from tp.config import ModelConfig, RopeConfig
+from tp.config import ModelConfig
 from tp.layers.parameter import named_parts
 from tp.models import CausalLM
 from tp.parallel import Communicator, TensorParallelGroup
 from tp.parallel.communicator import sum_in_rank_order
+from tp.rope_config import RopeConfig
 
 T = TypeVar("T")
 

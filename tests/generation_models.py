@@ -6,11 +6,12 @@ from typing import Any, ClassVar
 
 import torch
 
-from tp.config import ModelConfig, RopeConfig
+from tp.config import ModelConfig
 from tp.generation import GenerationResult, LanguageModel
 from tp.layers import KVCache, ShardedLogits, Step
 from tp.models import initialise_parameters
 from tp.parallel import TensorParallelGroup
+from tp.rope_config import RopeConfig
 
 VOCAB_SIZE = 97
 

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+import pytest
 import torch
+from tiny_models import parallel_model
 from torch import Tensor, nn
 
+from tp.errors import TensorParallelError
 from tp.layers import Replicate, ShardTokens
+from tp.parallel import TensorParallelGroup
 
 LAYOUTS = {"replicate": Replicate, "shard": ShardTokens}
 TOLERANCE = 1e-5  # of the largest reference value, float32
@@ -18,6 +22,22 @@ Values = dict[tuple[str, int | None], Tensor]
 """By (point, layer)."""
 Change = Callable[[Tensor], Tensor]
 """[T, D], or of z [T, H, head_dim], → the same."""
+
+
+def refused(
+    group: TensorParallelGroup,
+    config: dict[str, Any],
+    weights: dict[str, Tensor],
+    failure: type[TensorParallelError],
+    look: Callable[..., contextlib.AbstractContextManager[Any]],
+    arguments: list[tuple[Sequence[Any], Mapping[str, Any]]],
+) -> tuple[str, Any]:
+    """What a forward within `look`, with arguments for each rank, is refused with, and the tap that is left."""
+    model = parallel_model(config, weights, group)
+    positional, by_name = arguments[group.rank]
+    with pytest.raises(failure) as caught, look(model, *positional, **by_name):
+        model(torch.tensor([[1, 2, 3]]))
+    return str(caught.value), model.model.tap
 
 
 def rows_of(vocab_size: int, lengths: tuple[int, ...], seed: int = 11) -> list[Tensor]:

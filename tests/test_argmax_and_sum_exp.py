@@ -13,7 +13,7 @@ from tp.generation.options import GenerationOptions
 from tp.generation.sampler import Sampler
 from tp.generation.scheduler import SequenceState
 from tp.kernels.argmax_and_sum_exp import LOWEST, ArgmaxAndSumExp, argmax_and_sum_exp, plain_argmax_and_sum_exp
-from tp.layers.embedding import ShardedLogits
+from tp.layers.sharded_logits import ShardedLogits
 from tp.parallel.group import TensorParallelGroup
 
 Form = Callable[[Tensor], ArgmaxAndSumExp]

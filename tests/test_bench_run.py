@@ -17,9 +17,9 @@ from launch.benching.plots import data_of
 from launch.benching.results_file import read_results
 from launch.measurement.child import Command
 from launch.measurement.contestants import Contestant
-from launch.measurement.process_tree import ProcessTree
 from launch.measurement.read_bandwidth import ReadBandwidth
 from launch.measurement.reader import PIECE_BYTES
+from launch.process_tree import ProcessTree
 
 SWEEP = [
     "--tp",

@@ -25,9 +25,10 @@ from checkpoint_samples import (
 from tp.checkpoint import open_checkpoint
 from tp.checkpoint.gguf_rope import llama3_factors
 from tp.checkpoint.same_checkpoint import check_same_values
-from tp.config import ModelConfig, RopeConfig
+from tp.config import ModelConfig
 from tp.errors import CheckpointError
 from tp.parallel import TensorParallelGroup
+from tp.rope_config import RopeConfig
 
 Kind = gguf.GGMLQuantizationType
 Settings = Callable[[gguf.GGUFWriter], None]

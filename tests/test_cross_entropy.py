@@ -160,10 +160,10 @@ def test_the_chunked_form_holds_one_chunk_of_logits(monkeypatch):
     largest = 0
     inner = cross_entropy._loss_and_gradient
 
-    def watch(local, *arguments):
+    def watch(logits, *arguments):
         nonlocal largest
-        largest = max(largest, local.shape[0])
-        return inner(local, *arguments)
+        largest = max(largest, logits.local.shape[0])
+        return inner(logits, *arguments)
 
     monkeypatch.setattr(cross_entropy, "_loss_and_gradient", watch)
     head = ParallelLMHead(11, 4, TensorParallelGroup.alone())

@@ -11,6 +11,7 @@ import pytest
 from rich.progress import Progress
 
 from launch import demo_checkpoint
+from tp.cache_directory import cache_directory
 
 MODEL = bytes(range(256)) * 64
 
@@ -114,4 +115,4 @@ def test_no_package_index(monkeypatch, cache, scratch, progress):
 def test_a_cache_directory_is_absolute(monkeypatch, tmp_path):
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setenv("XDG_CACHE_HOME", "relative")
-    assert demo_checkpoint.cache_directory() == tmp_path / ".cache" / "tp-decoder"
+    assert cache_directory() == tmp_path / ".cache" / "tp-decoder"

@@ -14,12 +14,13 @@ import torch
 from pool import RankPool
 from tiny_models import hub_config, transformers_model, write_checkpoint
 
-from tp.config import ModelConfig, RopeConfig
+from tp.config import ModelConfig
 from tp.errors import CapacityError, CheckpointError, ConfigError, RequestError
 from tp.generation import GenerationOptions
 from tp.generation.loading import as_dtype, load
 from tp.generation.text_model import context_limit
 from tp.parallel import TensorParallelGroup
+from tp.rope_config import RopeConfig
 
 PROMPTS = [[3, 1, 4], [15, 9, 2, 6, 5]]
 

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from pool import RankPool
 
 from tp.generation.cache_plan import plan_cache
-from tp.generation.decisions import Decision, share
+from tp.generation.decisions import Cancelled, Decision, Failed, NewTokens, NotFinite, from_bytes, share, to_bytes
 from tp.generation.results import TokenEvent
 from tp.generation.scheduler import Scheduler, SequenceState, step_of
 from tp.parallel import TensorParallelGroup
@@ -92,16 +92,16 @@ def test_a_cache_that_does_not_fit_shrinks_to_what_is_needed(tokens: int, expect
 
 def test_a_decision_survives_its_journey() -> None:
     events = (TokenEvent(0, 151_000, '好"\n\0🙂', -0.123456789012345), TokenEvent(3, 0, "", -1e-30, "stop"))
-    for decision in (Decision(events), Decision(cancelled=True), Decision(error="rank 0 raised ValueError: ä")):
-        assert Decision.from_bytes(decision.to_bytes()) == decision
+    for decision in (NewTokens(events), NewTokens(), Cancelled(), Failed("rank 0 raised ValueError: ä"), NotFinite(2)):
+        assert from_bytes(to_bytes(decision)) == decision
 
 
-LONG = Decision((TokenEvent(0, 1, "x🙂" * 3000, -0.5), TokenEvent(1, 2, "y", -1.5, "stop")))
-DECISIONS = [LONG, Decision(), LONG, Decision(error="z" * 1000), Decision(cancelled=True)]
+LONG = NewTokens((TokenEvent(0, 1, "x🙂" * 3000, -0.5), TokenEvent(1, 2, "y", -1.5, "stop")))
+DECISIONS = [LONG, NewTokens(), LONG, Failed("z" * 1000), Cancelled()]
 
 
 def _share(group: TensorParallelGroup) -> tuple[list[Decision], int]:
-    shared = [share(d if group.rank == 0 else None, len(d.events), group) for d in DECISIONS]
+    shared = [share(d if group.rank == 0 else None, 2 if d is LONG else 0, group) for d in DECISIONS]
     return shared, group.communicator.statistics.calls
 
 

@@ -7,7 +7,7 @@ from unittest import mock
 
 import pytest
 import torch
-from inspection_references import LAYOUTS, assert_close, captured_by_hooks, padded, rows_of
+from inspection_references import LAYOUTS, assert_close, captured_by_hooks, padded, refused, rows_of
 from norm_placement_models import placement_config, reference_model
 from tiny_models import TINY_CONFIGS, hub_config, parallel_model, transformers_model
 
@@ -390,16 +390,6 @@ def test_what_cannot_be_captured_is_refused_on_every_rank(ranks, arguments, mess
     assert all(message in said and tap is None for said, tap in outcomes)
 
 
-def _disagreed(group, config, weights, arguments_by_rank):
-    model = parallel_model(config, weights, group)
-    try:
-        with capture(model, **arguments_by_rank[group.rank]):
-            model(torch.tensor([[1, 2, 3]]))
-        raise AssertionError("it was not refused")
-    except CommunicationError as error:
-        return str(error), model.model.tap
-
-
 @pytest.mark.parametrize(
     "one, other, message",
     [
@@ -416,8 +406,9 @@ def _disagreed(group, config, weights, arguments_by_rank):
     ],
 )
 def test_ranks_that_ask_for_different_things_are_told_so(ranks, one, other, message):
-    arguments = [{"points": ["z"]} | of_rank for of_rank in (one, other)]
-    outcomes = ranks(2).run(_disagreed, hub_config("llama"), transformers_model("llama").state_dict(), arguments)
+    arguments = [((), {"points": ["z"]} | of_rank) for of_rank in (one, other)]
+    model = hub_config("llama"), transformers_model("llama").state_dict()
+    outcomes = ranks(2).run(refused, *model, CommunicationError, capture, arguments)
     assert all(said.startswith("the ranks differ in ") and message in said and tap is None for said, tap in outcomes)
 
 

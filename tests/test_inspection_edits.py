@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from inspection_references import LAYOUTS, assert_close, captured_by_hooks, changed_by_hooks, padded, rows_of
+from inspection_references import LAYOUTS, assert_close, captured_by_hooks, changed_by_hooks, padded, refused, rows_of
 from tiny_models import hub_config, parallel_model, transformers_model
 from torch.nn import functional
 
@@ -328,16 +328,6 @@ def test_a_layer_may_be_a_tensor():
     assert not torch.equal(model(ids), expected)
 
 
-def _disagreed(group, config, weights, edits_by_rank):
-    model = parallel_model(config, weights, group)
-    try:
-        with edit(model, *edits_by_rank[group.rank]):
-            model(torch.tensor([[1, 2, 3]]))
-        raise AssertionError("it was not refused")
-    except CommunicationError as error:
-        return str(error), model.model.tap
-
-
 @pytest.mark.parametrize(
     "one, other, message",
     [
@@ -362,19 +352,9 @@ def _disagreed(group, config, weights, edits_by_rank):
     ],
 )
 def test_ranks_that_edit_differently_are_told_so(ranks, one, other, message):
-    arguments = hub_config("llama"), transformers_model("llama").state_dict(), [one, other]
-    outcomes = ranks(2).run(_disagreed, *arguments)
+    model = hub_config("llama"), transformers_model("llama").state_dict()
+    outcomes = ranks(2).run(refused, *model, CommunicationError, edit, [(one, {}), (other, {})])
     assert all(f"the ranks differ in {message}" in said and tap is None for said, tap in outcomes), outcomes
-
-
-def _refused(group, config, weights, each):
-    model = parallel_model(config, weights, group)
-    try:
-        with edit(model, each):
-            model(torch.tensor([[1, 2, 3]]))
-        raise AssertionError("it was not refused")
-    except RequestError as error:
-        return str(error), model.model.tap
 
 
 @pytest.mark.parametrize(
@@ -401,7 +381,8 @@ def _refused(group, config, weights, each):
     ],
 )
 def test_edits_that_cannot_be_made_are_refused_on_every_rank(ranks, each, message):
-    outcomes = ranks(2).run(_refused, hub_config("llama"), transformers_model("llama").state_dict(), each)
+    model = hub_config("llama"), transformers_model("llama").state_dict()
+    outcomes = ranks(2).run(refused, *model, RequestError, edit, [([each], {})] * 2)
     assert all(message in said and tap is None for said, tap in outcomes), outcomes
 
 

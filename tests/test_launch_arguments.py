@@ -186,7 +186,7 @@ def test_a_mistyped_name_of_an_operation_is_refused_by_every_command(
 ) -> None:
     monkeypatch.setattr(choice, "_disabled", None)
     monkeypatch.setenv(choice.DISABLE_VARIABLE, "decode_graphs, share_memory")
-    names = "argmax_and_sum_exp, .*, shared_memory, .*, widening"
+    names = "argmax_and_sum_exp, .*, shared_memory, .*, upcast_matmul"
     status, message = complaint(capsys, *command)
     assert status == 2 and re.fullmatch(f"TP_DECODER_DISABLE knows no share_memory: its names are {names}", message)
 

@@ -30,7 +30,6 @@ from launch.measurement.peers.environments import interpreter
 from launch.measurement.peers.llama_cpp import gguf_of
 from launch.measurement.peers.task import Task
 from launch.measurement.peers.vllm import cores_of_workers
-from launch.measurement.process_tree import ProcessTree
 from launch.measurement.read_bandwidth import ReadBandwidth
 from launch.measurement.reader import PIECE_BYTES
 from launch.measurement.requests import DecodeAnswer, DecodeRequest, random_request
@@ -39,7 +38,8 @@ from launch.measurement.serving import TokenClock
 from launch.measurement.spread import Spread, paired_ratio
 from launch.measurement.starting import seconds_to_first_token
 from launch.measurement.tables import comparison_fields, print_comparison
-from launch.measurement.warden import Warden
+from launch.process_guard import ProcessGuard
+from launch.process_tree import ProcessTree
 from tp.errors import RequestError
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -100,10 +100,9 @@ def field():
 
 
 @pytest.fixture
-def warden():
-    made = Warden()
-    yield made
-    made.close()
+def guard():
+    with ProcessGuard() as entered:
+        yield entered
 
 
 def test_a_spread_has_the_quartiles_between_values():
@@ -306,7 +305,7 @@ def test_a_tree_knows_its_members_after_their_parent_has_gone():
     wait_for(lambda: state(grandchild) == "")
 
 
-def test_start_to_first_token_ends_the_contestant(warden):
+def test_start_to_first_token_ends_the_contestant(guard):
     found = []
     original = Child.wait_until_ready
 
@@ -316,7 +315,7 @@ def test_start_to_first_token_ends_the_contestant(warden):
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Child, "wait_until_ready", remember)
-        seconds = seconds_to_first_token(contestant(ANSWERS), REQUEST, warden, 10.0)
+        seconds = seconds_to_first_token(contestant(ANSWERS), REQUEST, guard, 10.0)
     assert 0.0 < seconds < 10.0
     assert state(found[0]) == ""
 

@@ -327,7 +327,9 @@ def test_results_are_told(capsys):
             "delays": {**links, "growths": growths},
             "window": {"segments": 400, "growths": growths},
             "loss": links,
-            "ends": [{"what": "a rank is killed", "seconds": 1.25, "statuses": [6, 7], "told": ["error: gone", ""]}],
+            "ends": [
+                {"what": "a rank is killed", "seconds": 1.25, "statuses": [6, 7], "last_lines": ["error: gone", ""]}
+            ],
         }
     )
     told = capsys.readouterr().out

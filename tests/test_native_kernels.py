@@ -12,14 +12,14 @@ from torch import Tensor
 
 from tp import choice
 from tp.kernels import linear as linear_module
-from tp.kernels import widening
+from tp.kernels import upcast_matmul
 from tp.kernels.attention import causal_attention
 from tp.kernels.cache_attention import QueryGroups
 from tp.kernels.decode_attention import decode_attention, has_decode_attention
+from tp.kernels.embedding_lookup import embedding_lookup
 from tp.kernels.gated_activation import silu_and_mul
 from tp.kernels.int8_weight import Int8Weight
-from tp.kernels.linear import FEW_ROWS, WIDENED_ROWS, linear
-from tp.kernels.look_up_rows import look_up_rows
+from tp.kernels.linear import FEW_ROWS, UPCAST_ROWS, linear
 from tp.kernels.prefill_attention import has_prefill_attention
 from tp.kernels.rotary import apply_rotary, cos_and_sin
 from tp.native.library import library
@@ -162,17 +162,17 @@ def test_odd_columns_are_multiplied_too() -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_linear_widened_to_float32(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(linear_module, "faster_in_float32", lambda x: True)
-    x, bias = random(FEW_ROWS + 1, 51, dtype=dtype), random(WIDENED_ROWS + 3, dtype=dtype)
-    weight = random(WIDENED_ROWS + 3, 51, dtype=dtype)
+    x, bias = random(FEW_ROWS + 1, 51, dtype=dtype), random(UPCAST_ROWS + 3, dtype=dtype)
+    weight = random(UPCAST_ROWS + 3, 51, dtype=dtype)
     exact = x.double() @ weight.double().t() + bias.double()
     assert_rounded_once(linear(x, weight, bias), exact, x.double().abs() @ weight.double().abs().t())
 
 
-def test_widening_is_switched_off_by_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(widening, "_lacks_products", lambda dtype: True)
-    for disabled in (frozenset(), frozenset([widening.NAME])):
+def test_upcast_matmul_is_switched_off_by_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(upcast_matmul, "_lacks_products", lambda dtype: True)
+    for disabled in (frozenset(), frozenset([upcast_matmul.NAME])):
         monkeypatch.setattr(choice, "_disabled", disabled)
-        assert widening.faster_in_float32(random(2, 2)) == (not disabled)
+        assert upcast_matmul.faster_in_float32(random(2, 2)) == (not disabled)
 
 
 @pytest.mark.parametrize("threads", [1, 5])
@@ -304,6 +304,6 @@ def test_indices_and_positions_of_any_strides_and_integers(dtype: torch.dtype) -
     expected = cos_and_sin(torch.tensor([8, 3, 0]), frequencies, 1.0, dtype)
     int8 = Int8Weight(table, table.abs().amax(1))
     for indices in (wide[::2], wide[::2].int()):
-        assert torch.equal(look_up_rows(table, indices), table[[8, 3, 0]])
-        assert torch.equal(look_up_rows(int8, indices), int8.rows(torch.tensor([8, 3, 0])))
+        assert torch.equal(embedding_lookup(table, indices), table[[8, 3, 0]])
+        assert torch.equal(embedding_lookup(int8, indices), int8.rows(torch.tensor([8, 3, 0])))
         torch.testing.assert_close(cos_and_sin(indices, frequencies, 1.0, dtype), expected)

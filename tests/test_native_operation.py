@@ -12,10 +12,10 @@ from tp.kernels.argmax_and_sum_exp import argmax_and_sum_exp
 from tp.kernels.attention import causal_attention
 from tp.kernels.cache_attention import QueryGroups
 from tp.kernels.decode_attention import decode_attention
+from tp.kernels.embedding_lookup import embedding_lookup
 from tp.kernels.gated_activation import silu_and_mul
 from tp.kernels.int8_weight import Int8Weight
 from tp.kernels.linear import linear
-from tp.kernels.look_up_rows import look_up_rows
 from tp.kernels.reduce_add_rms_norm import add_rms_norm
 from tp.kernels.rms_norm import rms_norm
 from tp.kernels.rotary import cos_and_sin
@@ -30,8 +30,8 @@ USES: dict[str, tuple[str, Callable[[torch.dtype], object]]] = {
     "few rows, int8": ("native_linear", lambda dtype: linear(ones(dtype, 2, 8), int8(dtype))),
     "many rows": ("native_gemm", lambda dtype: linear(ones(dtype, 40, 8), ones(dtype, 4, 8))),
     "many rows, int8": ("native_gemm", lambda dtype: linear(ones(dtype, 40, 8), int8(dtype))),
-    "rows": ("native_rows", lambda dtype: look_up_rows(ones(dtype, 4, 8), ZERO)),
-    "rows, int8": ("native_rows", lambda dtype: look_up_rows(int8(dtype), ZERO)),
+    "rows": ("embedding_lookup", lambda dtype: embedding_lookup(ones(dtype, 4, 8), ZERO)),
+    "rows, int8": ("embedding_lookup", lambda dtype: embedding_lookup(int8(dtype), ZERO)),
     "norm": ("native_rms_norm", lambda dtype: rms_norm(ones(dtype, 2, 8), torch.ones(8), 1e-5)),
     "add, norm": ("native_rms_norm", lambda dtype: add_rms_norm(ones(dtype, 2, 8), None, None, torch.ones(8), 1e-5)),
     "silu and mul": ("silu_and_mul", lambda dtype: silu_and_mul(ones(dtype, 2, 8))),

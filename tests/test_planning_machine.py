@@ -11,11 +11,11 @@ from pathlib import Path
 
 import pytest
 
+from launch import ROOT
 from launch.measurement.errors import ContestantError
 from launch.measurement.interleaving import interleave
-from launch.measurement.process_tree import PROC, ProcessTree
 from launch.planning import machine
-from launch.ranks import ROOT
+from launch.process_tree import PROC, ProcessTree
 
 ENDLESS = "import sys, time; print('measuring', file=sys.stderr); time.sleep(600)"
 FAILING = "import sys; print('error: no memory left', file=sys.stderr); sys.exit(7)"

@@ -8,10 +8,10 @@ from dataclasses import replace
 import pytest
 from tiny_models import hub_config
 
-from tp.config import ModelConfig, RopeConfig
+from tp.checkpoint.memory import largest
+from tp.config import ModelConfig
 from tp.errors import CapacityError, ConfigError, RequestError
 from tp.planning.hardware import ANY_DEGREE, Profile, load_profile, profile_names
-from tp.planning.memory import largest
 from tp.planning.plan import (
     Workload,
     decode_time,
@@ -25,6 +25,7 @@ from tp.planning.plan import (
     training_placement,
 )
 from tp.planning.precision import Precision
+from tp.rope_config import RopeConfig
 
 SEVEN_B = ModelConfig(
     model_type="llama",

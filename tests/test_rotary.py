@@ -6,10 +6,11 @@ import pytest
 import torch
 from tiny_models import ROPE_PARAMETERS, hub_config
 
-from tp.config import ModelConfig, RopeConfig
+from tp.config import ModelConfig
 from tp.kernels.rotary import apply_rotary
 from tp.layers import RotaryEmbedding, SequenceSlice, Step
 from tp.layers.rotary import inverse_frequencies
+from tp.rope_config import RopeConfig
 
 VARIANTS = {
     **ROPE_PARAMETERS,

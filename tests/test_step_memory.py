@@ -12,7 +12,7 @@ import torch
 from allocation import most_allocated
 
 from benchmarks.activation_memory import CONFIG
-from tp.kernels import widening
+from tp.kernels import upcast_matmul
 from tp.layers import KVCache, Replicate, SequenceSlice, ShardTokens, Step
 from tp.models import CausalLM, initialise_parameters
 from tp.planning.activations import step_activations
@@ -62,7 +62,7 @@ def test_a_prefill_holds_what_is_derived_within_ten_percent(ranks, t):
 
 def peaks_in_bfloat16(group):
     """Without float32 copies of weights of odd width, which a CPU without bfloat16 products makes: none is derived."""
-    with mock.patch.object(widening, "_lacks_products", return_value=False):
+    with mock.patch.object(upcast_matmul, "_lacks_products", return_value=False):
         return peaks(group, torch.bfloat16)
 
 

@@ -7,6 +7,7 @@ import torch
 from host_symmetric_memory import played_symmetric_memory
 
 from tp.parallel import TensorParallelGroup, symmetric_memory
+from tp.parallel.agreement import first_refusal
 from tp.parallel.communicator import OrderedCommunicator
 from tp.parallel.symmetric_memory import SymmetricMemoryCommunicator
 
@@ -127,12 +128,8 @@ def test_what_a_rank_refuses_for(monkeypatch, hosts, off, reachable, refusal):
         )
 
 
-def agreed_refusals(group: TensorParallelGroup, refusals: list[str | None]) -> str | None:
-    return symmetric_memory._agreed(OrderedCommunicator(_process_group(group)), refusals[group.rank])
-
-
 @pytest.mark.parametrize(
     "refusals, agreed", [([None, None], None), ([None, ""], ""), (["", "why"], "why"), ([None, "why"], "why")]
 )
-def test_one_refusal_is_everyones(ranks, refusals, agreed):
-    assert ranks(2).run(agreed_refusals, refusals) == [agreed] * 2
+def test_a_refusal_with_a_reason_goes_first(refusals, agreed):
+    assert first_refusal(refusals) == agreed

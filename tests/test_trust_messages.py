@@ -41,7 +41,6 @@ UNTYPED = {
     ("tp/parallel/shared_segment.py", "OSError"): "gloo takes over, with a warning",
     ("tp/planning/hardware.py", "ValueError"): "becomes a RequestError that names the profile",
     ("tp/generation/decode_graphs.py", "CaptureError"): "steps go on uncaptured, with a warning",
-    ("launch/undertaker.py", "ChildProcessError"): "becomes a RequestError of the launcher",
     ("launch/demo_checkpoint.py", "UnavailableError"): "the embedded model takes over",
     # argparse's protocol, which makes a usage error of it
     ("launch/arguments.py", "argparse.ArgumentTypeError"): "exit status 2",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -310,27 +311,36 @@ def test_the_sublayer_is_named_in_training(ranks: RankPool, t: int, layout: str)
         assert evaluation.startswith(f"evaluation loss is nan, first NaN is in {where}: "), name
 
 
-class _FiniteForwardInfiniteBackward(torch.autograd.Function):
+class _InfiniteBackward(torch.autograd.Function):
+    """The identity forward; the gradient that comes backward is kept in `seen`, and goes on infinite."""
+
     @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
+    def forward(ctx: Any, x: Tensor, seen: list[list[float]]) -> Tensor:
+        ctx.seen = seen
         return x.clone()
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        return gradient * math.inf
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        ctx.seen.append(gradient.flatten().tolist())
+        return gradient * math.inf, None
+
+
+def _spoil_gradient(learner: Learner) -> list[list[float]]:
+    """Of what layer 1's MLP reads; gives what comes there, in each backward."""
+    seen: list[list[float]] = []
+
+    def spoil(module: Any, arguments: Any) -> Any:
+        (normed,) = arguments
+        return replace(normed, local=_InfiniteBackward.apply(normed.local, seen))  # type: ignore[no-untyped-call]
+
+    learner.model.model.layers[1].mlp.register_forward_pre_hook(spoil)
+    return seen
 
 
 def _a_gradient(group: TensorParallelGroup, layout: str) -> str:
     learner = _training_model(group, layout)
-    learner.model.model.layers[1].mlp.register_forward_pre_hook(
-        lambda module, arguments: (type(arguments[0])(_spoilt(arguments[0].local), arguments[0].layout),)
-    )
+    _spoil_gradient(learner)
     return _message(lambda: learner.step([_batch(1)], 1e-3))
-
-
-def _spoilt(x: Tensor) -> Tensor:
-    result: Tensor = _FiniteForwardInfiniteBackward.apply(x)  # type: ignore[no-untyped-call]
-    return result
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -346,21 +356,7 @@ def _gradients_of_both_backwards(group: TensorParallelGroup) -> list[list[float]
     """Of two replicas: what comes into layer 1's MLP in the step, and in the search for the culprit."""
     learner = _training_model(TensorParallelGroup.alone(), "replicate")
     learner = Learner(learner.model, learner.optimizer, group)
-    seen: list[list[float]] = []
-
-    class Seen(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, x: Tensor) -> Tensor:
-            return x.clone()
-
-        @staticmethod
-        def backward(ctx: Any, gradient: Tensor) -> Tensor:
-            seen.append(gradient[3].tolist())
-            return gradient * math.inf
-
-    learner.model.model.layers[1].mlp.register_forward_pre_hook(
-        lambda module, arguments: (type(arguments[0])(Seen.apply(arguments[0].local), arguments[0].layout),)  # type: ignore[no-untyped-call]
-    )
+    seen = _spoil_gradient(learner)
     _message(lambda: learner.step([_batch(group.rank)], 1e-3))
     return seen
 

@@ -16,12 +16,13 @@ import pytest
 from faulty_runs import TIMEOUT_S, TORCHRUN, Fault, Outcome, Run
 from pool import RankPool
 
-from launch import failures, heartbeat, undertaker
+from launch import failures, heartbeat, process_tree
 from launch import ranks as launched_ranks
 from launch.failures import Failure
 from launch.heartbeat import POLL_S, SILENCE_S, RankWatch, Signs
+from launch.process_guard import ProcessGuard
+from launch.process_tree import ProcessTree
 from launch.ranks import Placement
-from launch.undertaker import Undertaker
 from tp.errors import LostPeerError, RankFailedError, RequestError
 from tp.parallel import TensorParallelGroup
 from tp.parallel.timeouts import timeout_of
@@ -274,37 +275,42 @@ def test_a_rank_beats_as_long_as_its_interpreter_runs(tmp_path: Path) -> None:
     assert (tmp_path / heartbeat.NAME).stat().st_mtime_ns > first
 
 
-def test_the_undertaker_ends_what_is_left_and_removes_the_directory() -> None:
-    left, kept = processes(SLEEPS, SLEEPS)
-    with Undertaker() as ending:
-        Path(ending.directory, "file").touch()
-        ending.take_over([left.pid])
-    assert left.wait(5) == -signal.SIGKILL and not Path(ending.directory).exists()
-    with Undertaker() as ending:
-        ending.take_over([kept.pid])
-        ending.let_go()
-    assert kept.poll() is None and not Path(ending.directory).exists()
-    kept.kill()
-    kept.wait()
+def test_the_guard_ends_what_is_left_and_removes_the_directory(tmp_path: Path) -> None:
+    left, forgotten, released = processes(SLEEPS, SLEEPS, SLEEPS)
+    directory = tmp_path / "of the run"
+    for guarded in (left, released):
+        directory.mkdir()
+        (directory / "file").touch()
+        with ProcessGuard(directory) as guard:
+            guard.add([guarded.pid, forgotten.pid])
+            guard.forget([forgotten.pid])
+            if guarded is released:
+                guard.release()
+        assert not directory.exists()
+    assert left.wait(5) == -signal.SIGKILL
+    for kept in (forgotten, released):
+        assert kept.poll() is None
+        kept.kill()
+        kept.wait()
 
 
-def test_the_undertaker_leaves_a_process_alone_that_was_started_at_another_time(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_tree_leaves_a_process_alone_that_got_its_roots_number(monkeypatch: pytest.MonkeyPatch) -> None:
     (other,) = processes(SLEEPS)
-    with Undertaker() as ending:
-        monkeypatch.setattr(undertaker, "_start_of", lambda process_id: "7")
-        ending.take_over([other.pid])
-    assert other.poll() is None
+    with monkeypatch.context() as patch:
+        patch.setattr(process_tree, "_start_of", lambda process_id: "7")
+        tree = ProcessTree(other.pid)
+    for _ in range(2):
+        tree.end()
+        assert tree.members() == () and other.poll() is None
     other.kill()
     other.wait()
 
 
-def test_the_undertaker_ends_what_a_rank_that_has_gone_had_started() -> None:
+def test_the_guard_ends_what_a_rank_that_has_gone_had_started() -> None:
     rank = subprocess.Popen(["sh", "-c", "sleep 60 &"], stdout=subprocess.PIPE, start_new_session=True)
     assert rank.stdout is not None
-    with Undertaker() as ending:
-        ending.take_over([rank.pid])
+    with ProcessGuard() as guard:
+        guard.add([rank.pid])
         rank.wait()
         assert not select.select([rank.stdout], [], [], 0.1)[0], "what it started has gone too: this tests nothing"
     assert select.select([rank.stdout], [], [], 5.0)[0] and rank.stdout.read() == b""

@@ -154,7 +154,7 @@ def test_no_room_for_temporary_files(monkeypatch: pytest.MonkeyPatch) -> None:
     def no_room(*arguments: object, **options: object) -> str:
         raise FileNotFoundError(2, "No usable temporary directory found")
 
-    monkeypatch.setattr("launch.undertaker.tempfile.mkdtemp", no_room)
+    monkeypatch.setattr("launch.ranks.tempfile.mkdtemp", no_room)
     with pytest.raises(RequestError, match="no temporary directory can be made .No usable .*: TMPDIR names another"):
         ranks.start(["-c", ""], Placement(1))
 
@@ -163,8 +163,8 @@ def test_no_further_process_can_be_started(monkeypatch: pytest.MonkeyPatch, tmp_
     def refuse(*arguments: object, **options: object) -> None:
         raise BlockingIOError(11, "Resource temporarily unavailable")
 
-    monkeypatch.setattr("launch.undertaker.tempfile.tempdir", str(tmp_path))
-    monkeypatch.setattr("launch.undertaker.subprocess.Popen", refuse)
+    monkeypatch.setattr("launch.ranks.tempfile.tempdir", str(tmp_path))
+    monkeypatch.setattr("launch.process_guard.subprocess.Popen", refuse)
     with pytest.raises(RequestError, match="no further process can be started .Resource .*: end others, or raise ul"):
         ranks.start(["-c", ""], Placement(1))
     assert not list(tmp_path.iterdir())

@@ -8,10 +8,11 @@ from typing import Any
 
 import torch
 
-from tp.config import ModelConfig, RopeConfig
+from tp.config import ModelConfig
 from tp.layers.layout import automatic_layout
 from tp.models import CausalLM, initialise_parameters
 from tp.parallel import TensorParallelGroup
+from tp.rope_config import RopeConfig
 from tp.training.data import EncodedDocument, EvaluationBatches, PackedBatches, TokenizedDataset
 from tp.training.groups import TrainingGroups
 from tp.training.mixed_precision import compute_in

@@ -16,13 +16,13 @@ OPERATIONS = (
     "cross_entropy",
     "decode_attention",
     "decode_graphs",
+    "embedding_lookup",
     "fused_add_rms_norm",
     "int8_linear",
     "native",
     "native_gemm",
     "native_linear",
     "native_rms_norm",
-    "native_rows",
     "overlapped_linear",
     "prefill_attention",
     "reduce_add_rms_norm",
@@ -31,7 +31,7 @@ OPERATIONS = (
     "shared_memory",
     "silu_and_mul",
     "symmetric_memory",
-    "widening",
+    "upcast_matmul",
 )
 """All names; docs/architecture.md tells what each is."""
 

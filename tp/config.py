@@ -1,4 +1,4 @@
-"""What a decoder is, as data: sizes, family traits and rope settings, read from and written to Hub configs.
+"""What a decoder is, as data: sizes and family traits, read from and written to Hub configs.
 
 A family is a row of `tp.families.FAMILIES`, not code of its own. A field that would change the result and is not
 understood is an error; no field is dropped in silence.
@@ -7,26 +7,17 @@ understood is an error; no field is dropped in silence.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
+from tp.config_checks import LARGEST_COUNT, check_choice, check_counts, check_positive
 from tp.errors import ConfigError
 from tp.families import FAMILIES, FIXED_FIELDS, INERT_FIELDS, READ_FIELDS, Family
-from tp.json_objects import typed
+from tp.rope_config import RopeConfig, check_rope_type
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
-ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "yarn")
-LARGEST_COUNT = 2**31
-"""Above any size of a model; what is larger is damage, and would overflow in torch."""
-LARGEST: Mapping[str, int] = {
-    "num_layers": 4096,
-    "num_attention_heads": 2**16,
-    "num_kv_heads": 2**16,
-    "head_dim": 2**16,
-}
-"""Of what is gone through one by one, or takes memory before it is known what fits."""
 LARGEST_MATRIX = 2**48
 """Elements; their bytes can be counted in 64 bits, with room to add matrices up."""
 ACTIVATIONS = ("silu", "gelu", "gelu_pytorch_tanh", "relu")
@@ -40,83 +31,6 @@ LOOPED_FIELDS: Mapping[str, str] = {
 """Fields of a Hub config by which transformers makes lists, with our names of them."""
 OWN_FIELDS = {name for family in FAMILIES.values() for name in family.own_fields}
 """Attributes of `ModelConfig` that only some family's config can say."""
-
-
-@dataclass(frozen=True)
-class RopeConfig:
-    """Settings of the rotary embedding; those that a rope type does not use are None.
-
-    Attributes:
-        rope_type: one of `ROPE_TYPES`.
-        rope_theta: base of the wavelengths.
-        factor: stretch of the context (linear, dynamic, llama3, yarn).
-        original_max_position_embeddings: the context that was trained on (llama3, yarn).
-        low_freq_factor, high_freq_factor: the llama3 band that is interpolated.
-        attention_factor, beta_fast, beta_slow, mscale, mscale_all_dim, truncate: of YaRN (arXiv:2309.00071).
-    """
-
-    rope_type: str = "default"
-    rope_theta: float = 10000.0
-    factor: float | None = None
-    original_max_position_embeddings: int | None = None
-    low_freq_factor: float | None = None
-    high_freq_factor: float | None = None
-    attention_factor: float | None = None
-    beta_fast: float | None = None
-    beta_slow: float | None = None
-    mscale: float | None = None
-    mscale_all_dim: float | None = None
-    truncate: bool | None = None
-
-    @classmethod
-    def from_hf(cls, parameters: Mapping[str, Any]) -> RopeConfig:
-        """Reads the standardised `rope_parameters` of a Hub config.
-
-        Raises:
-            ConfigError: an unknown rope type or setting, or a setting that the type needs is absent.
-        """
-        known = {field.name for field in fields(cls)}
-        _check_rope_type(parameters)
-        given = {key: value for key, value in parameters.items() if value is not None and key != "type"}
-        rope_type = given.get("rope_type", "default")
-        if given.pop("partial_rotary_factor", 1.0) != 1.0:
-            raise ConfigError("rope_parameters.partial_rotary_factor other than 1.0 is not supported")
-        if unknown := sorted(given.keys() - known):
-            raise ConfigError(f"rope_parameters has unknown setting {unknown[0]!r} for rope type {rope_type!r}")
-        try:
-            rope = typed(cls, given, "rope_parameters")
-        except ValueError as error:
-            raise ConfigError(str(error)) from error
-        needed = {
-            "linear": ("factor",),
-            "dynamic": ("factor",),
-            "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
-            "yarn": ("factor", "original_max_position_embeddings"),
-        }.get(rope_type, ())
-        for name in needed:
-            if getattr(rope, name) is None:
-                raise ConfigError(f"rope type {rope_type!r} needs rope_parameters.{name}, which is absent")
-        rope._check()
-        return rope
-
-    def _check(self) -> None:
-        positive = {name: value for name, value in asdict(self).items() if name not in ("rope_type", "truncate")}
-        _check_positive("rope_parameters.", **positive)
-        if self.original_max_position_embeddings is not None:
-            _check_counts("rope_parameters.", original_max_position_embeddings=self.original_max_position_embeddings)
-        if self.rope_theta < 1:
-            raise ConfigError(f"rope_parameters.rope_theta is {self.rope_theta}: it must be at least 1")
-        if self.rope_type == "yarn" and self.rope_theta < 1.01:
-            raise ConfigError(
-                f"rope_parameters.rope_theta is {self.rope_theta:g}: rope type 'yarn' divides by its logarithm"
-            )
-        low, high = self.low_freq_factor, self.high_freq_factor
-        if low is not None and high is not None and low >= high:
-            raise ConfigError(f"rope_parameters.low_freq_factor {low} is not below high_freq_factor {high}")
-
-    def to_hf(self) -> dict[str, Any]:
-        """The `rope_parameters` of a Hub config, without the settings that the type does not use."""
-        return {key: value for key, value in asdict(self).items() if value is not None}
 
 
 @dataclass(frozen=True)
@@ -184,14 +98,8 @@ class ModelConfig:
 
     @property
     def longest_context(self) -> int:
-        """Most tokens of a sequence that the model was made for.
-
-        That is max_position_embeddings, stretched by the factor of rope types whose configs state the length before it.
-        """
-        rope, longest = self.rope, self.max_position_embeddings
-        if rope.factor is None or rope.rope_type not in ("linear", "dynamic", "yarn"):
-            return longest
-        return max(longest, int(rope.factor * (rope.original_max_position_embeddings or longest)))
+        """Most tokens of a sequence that the model was made for."""
+        return self.rope.longest_context(self.max_position_embeddings)
 
     def check_degree(self, tp_size: int) -> None:
         """Refuses a tensor-parallel degree that would leave a rank without a query head.
@@ -225,7 +133,7 @@ class ModelConfig:
         if architectures[0] not in (None, family.architecture):
             raise ConfigError(f"architecture {architectures[0]!r} is not supported for {model_type}: "
                               f"only {family.architecture}")  # fmt: skip
-        _check_counts(**{ours: given[name] for name, ours in LOOPED_FIELDS.items() if given.get(name) is not None})
+        check_counts(**{ours: given[name] for name, ours in LOOPED_FIELDS.items() if given.get(name) is not None})
         hub = _complete(given, model_type)
 
         def trait(value: bool | str) -> Any:
@@ -303,7 +211,7 @@ class ModelConfig:
     def _check(self) -> None:
         if self.model_type not in FAMILIES:
             raise ConfigError(f"model_type {self.model_type!r} is not supported: choose from {', '.join(FAMILIES)}")
-        _check_counts(
+        check_counts(
             hidden_size=self.hidden_size,
             num_layers=self.num_layers,
             num_attention_heads=self.num_attention_heads,
@@ -314,7 +222,7 @@ class ModelConfig:
             max_position_embeddings=self.max_position_embeddings,
         )
         self._check_matrices()
-        _check_positive(norm_eps=self.norm_eps)
+        check_positive(norm_eps=self.norm_eps)
         if self.num_attention_heads % self.num_kv_heads:
             raise ConfigError(
                 f"num_attention_heads {self.num_attention_heads} is not a multiple of num_kv_heads {self.num_kv_heads}"
@@ -323,16 +231,16 @@ class ModelConfig:
             raise ConfigError(f"head_dim {self.head_dim} is odd: the rotary embedding turns pairs of channels")
         if self.head_dim == 2 and self.rope.rope_type == "dynamic":
             raise ConfigError("head_dim is 2: rope type 'dynamic' divides by head_dim - 2")
-        _check_choice("activation", self.activation, ACTIVATIONS)
-        _check_choice("norm", self.norm, NORMS)
-        _check_choice("norm_placement", self.norm_placement, NORM_PLACEMENTS)
+        check_choice("activation", self.activation, ACTIVATIONS)
+        check_choice("norm", self.norm, NORMS)
+        check_choice("norm_placement", self.norm_placement, NORM_PLACEMENTS)
         self._check_own_fields()
         self._check_switches()
         self._check_token_ids()
         if len(self.sliding_windows) != self.num_layers:
             raise ConfigError(f"{len(self.sliding_windows)} sliding windows for {self.num_layers} layers")
         for window in set(self.sliding_windows) - {None}:
-            _check_counts(sliding_window=window)
+            check_counts(sliding_window=window)
 
     def _check_matrices(self) -> None:
         widths = {
@@ -400,7 +308,7 @@ def _complete(given: dict[str, Any], model_type: str) -> dict[str, Any]:
                 raise ConfigError(f"{name}={value!r} is not supported: only {FIXED_FIELDS[name]!r}")
         elif name not in defaults and name not in READ_FIELDS | INERT_FIELDS and not name.startswith("_"):
             raise ConfigError(f"config field {name!r} (value {value!r}) is not known for {model_type}")
-    _check_rope_type(given.get("rope_parameters") or given.get("rope_scaling") or {})
+    check_rope_type(given.get("rope_parameters") or given.get("rope_scaling") or {})
     known = {name: value for name, value in given.items() if name not in FIXED_FIELDS and name != "model_type"}
     try:
         completed: dict[str, Any] = AutoConfig.for_model(config_class, **known).to_dict()
@@ -411,15 +319,6 @@ def _complete(given: dict[str, Any], model_type: str) -> dict[str, Any]:
         if type(error).__module__.startswith("huggingface_hub"):  # its strict dataclasses raise types of their own
             raise ConfigError(f"{model_type} config is not valid: {' '.join(str(error).split())}") from error
         raise
-
-
-def _check_rope_type(parameters: Mapping[str, Any]) -> None:
-    """Before transformers sees them: it only logs some types that it does not know."""
-    if not isinstance(parameters, Mapping):
-        raise ConfigError(f"the rope settings are {parameters!r}: they must be an object with a rope_type")
-    rope_type = parameters.get("rope_type", parameters.get("type", "default"))
-    if rope_type not in ROPE_TYPES:
-        raise ConfigError(f"rope type {rope_type!r} is not supported: choose from {', '.join(ROPE_TYPES)}")
 
 
 def _sliding_windows(hub: Mapping[str, Any]) -> tuple[int | None, ...]:
@@ -438,23 +337,3 @@ def _sliding_windows(hub: Mapping[str, Any]) -> tuple[int | None, ...]:
 def _dtype_name(given: Mapping[str, Any]) -> str | None:
     dtype = given.get("dtype") or given.get("torch_dtype")
     return None if dtype is None else str(dtype).removeprefix("torch.")
-
-
-def _check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
-    if value not in choices:
-        raise ConfigError(f"{name} {value!r} is not supported: choose from {', '.join(choices)}")
-
-
-def _check_positive(prefix: str = "", **values: float | None) -> None:
-    for name, value in values.items():
-        number = isinstance(value, (int, float)) and not isinstance(value, bool)
-        if value is not None and not (number and 0 < value < float("inf")):
-            raise ConfigError(f"{prefix}{name} is {value!r}: it must be a positive number")
-
-
-def _check_counts(prefix: str = "", **values: Any) -> None:
-    for name, value in values.items():
-        largest = LARGEST.get(name, LARGEST_COUNT - 1)
-        if not isinstance(value, int) or isinstance(value, bool) or not 0 < value <= largest:
-            limit = f"of at most {largest}" if name in LARGEST else "below 2^31"
-            raise ConfigError(f"{prefix}{name} is {value!r}: it must be a positive integer {limit}")

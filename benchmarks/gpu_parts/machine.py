@@ -7,9 +7,10 @@ from dataclasses import dataclass
 import torch
 
 from benchmarks.kernels import Sizes
-from tp.config import ModelConfig, RopeConfig
+from tp.config import ModelConfig
 from tp.generation.decode_graphs import Capture, CudaGraph, Replay, Run
 from tp.layers import ShardedLogits
+from tp.rope_config import RopeConfig
 
 
 @dataclass(frozen=True)

@@ -35,9 +35,9 @@ class Record:
         except Exception as error:
             failure["failure"] = f"{type(error).__name__}: {error}"
             failure["trace"] = traceback.format_exc()[-TRACE_CHARACTERS:]
-        told = {"part": self._part, "name": name, "seconds": time.monotonic() - began}
+        attempt = {"part": self._part, "name": name, "seconds": time.monotonic() - began}
         with self.path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps({**told, **found, **failure}) + "\n")
+            file.write(json.dumps({**attempt, **found, **failure}) + "\n")
 
 
 def require(holds: bool, what: str) -> None:

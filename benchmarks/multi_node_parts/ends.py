@@ -25,13 +25,13 @@ class End:
         what: happened.
         seconds: from then until the last process of both nodes was gone.
         statuses: of the launchers.
-        told: the last line of each on stderr.
+        last_lines: the last line of each on stderr.
     """
 
     what: str
     seconds: float
     statuses: list[int]
-    told: list[str]
+    last_lines: list[str]
 
 
 def ends(network: Network, *, with_cut: bool) -> list[End]:
@@ -59,8 +59,8 @@ def _end(network: Network, what: str, event: Callable[[Sequence[Launcher]], None
         event(launchers)
         outcomes = wait_for(launchers, END_S)
     seconds = max(outcome.ended_at for outcome in outcomes) - began
-    told = [(outcome.err.strip().splitlines() or [""])[-1] for outcome in outcomes]
-    return End(what, seconds, [outcome.status for outcome in outcomes], told)
+    last_lines = [(outcome.err.strip().splitlines() or [""])[-1] for outcome in outcomes]
+    return End(what, seconds, [outcome.status for outcome in outcomes], last_lines)
 
 
 def _wait_until_busy(launchers: Sequence[Launcher], directory: Path) -> None:

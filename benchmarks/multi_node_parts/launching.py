@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.multi_node_parts.networks import Network, Node
-from launch.measurement.process_tree import ProcessTree
+from launch.process_tree import ProcessTree
 from tp.errors import RankFailedError
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -77,9 +77,9 @@ def _ends(found: Iterable[Mapping[str, Any]]) -> Table:
     from rich.table import Table
 
     table = Table(title="until every process of both nodes is gone", title_justify="left")
-    for heading in ("", "seconds", "statuses", "told"):
+    for heading in ("", "seconds", "statuses", "last lines"):
         table.add_column(heading)
     for each in found:
         statuses = ", ".join(map(str, each["statuses"]))
-        table.add_row(each["what"], f"{each['seconds']:.1f}", statuses, "\n".join(filter(None, each["told"])))
+        table.add_row(each["what"], f"{each['seconds']:.1f}", statuses, "\n".join(filter(None, each["last_lines"])))
     return table

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import torch
 
-from tp.config import ModelConfig, RopeConfig
+from tp.config import ModelConfig
 from tp.models import CausalLM, initialise_parameters
 from tp.models.initialisation import xavier_normal
 from tp.parallel import TensorParallelGroup
+from tp.rope_config import RopeConfig
 from tp.training.data import TrainingBatch
 
 HIDDEN_SIZE, NUM_HEADS = 128, 4

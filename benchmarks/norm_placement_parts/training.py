@@ -10,10 +10,11 @@ from typing import Any
 
 import numpy as np
 
-from tp.config import ModelConfig, RopeConfig
+from tp.config import ModelConfig
 from tp.models import CausalLM, initialise_parameters
 from tp.models.initialisation import xavier_normal
 from tp.parallel import TensorParallelGroup
+from tp.rope_config import RopeConfig
 from tp.training.data import (
     DocumentEncoder,
     EvaluationBatches,

@@ -5,12 +5,13 @@ from __future__ import annotations
 from dataclasses import replace
 
 from benchmarks.planner_parts.comparison import Comparison, read_data
-from tp.config import ModelConfig, RopeConfig
+from tp.config import ModelConfig
 from tp.planning.hardware import ANY_DEGREE, Profile, load_profile
 from tp.planning.parameters import RankParameters
 from tp.planning.plan import Workload, training_time
 from tp.planning.precision import Precision
 from tp.planning.step_time import StepTime
+from tp.rope_config import RopeConfig
 
 
 def workload(run: dict[str, int], profile: Profile) -> Workload:

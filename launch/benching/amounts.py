@@ -6,12 +6,10 @@ from typing import TYPE_CHECKING
 
 from launch.benching.sweep import Case, Form, work_of
 from launch.measurement.engine.requests import MATRIX_PRODUCTS, MEMORY, Limit
+from tp.defaults import PREFILL_CHUNK
 
 if TYPE_CHECKING:
     from tp.config import ModelConfig
-
-PREFILL_CHUNK = 512
-"""Prompt tokens of a step: the default of `tp.generation.GenerationOptions`, and of the peers."""
 
 
 def limit_of(case: Case) -> Limit:

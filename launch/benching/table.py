@@ -85,11 +85,11 @@ def speed_up_text(speed_up: Spread, is_baseline: bool) -> str:
 def summary(rows: Sequence[Row]) -> str:
     """One case in one line."""
     case = rows[0].case
-    told = []
+    forms = []
     for row in rows:
         speed_up = "" if row.speed_up is None else f", {speed_up_text(row.speed_up, row.form.is_baseline)}"
-        told.append(f"{row.form.name} {row.milliseconds.median:,.1f} {STEPS[case.phase]}{speed_up}")
-    return f"{case}: " + "; ".join(told)
+        forms.append(f"{row.form.name} {row.milliseconds.median:,.1f} {STEPS[case.phase]}{speed_up}")
+    return f"{case}: " + "; ".join(forms)
 
 
 def _table(case: Case, rows: list[Row]) -> Table:

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from launch.inspection import charts, table
-from launch.inspection.charts import Chart, HeatMap, Series
+from launch.inspection.charts import Chart, HeatMap, Series, Values
 from launch.inspection.findings import Attribution, Findings, state_names
 from launch.inspection.token_text import TokenTexts
 
@@ -35,7 +35,8 @@ def _norms(findings: Findings) -> Figure:
         for series in chart.series:
             _line(axes, series)
         _label(axes, chart)
-    lines = {line.get_label(): line for axes in figure.axes for line in axes.lines if line.get_label()[0] != "_"}
+    lines = {str(line.get_label()): line for axes in figure.axes for line in axes.lines}
+    lines = {label: line for label, line in lines.items() if not label.startswith("_")}
     figure.legend(handles=list(lines.values()), loc="outside lower center", ncols=len(lines), fontsize=8)
     return figure
 
@@ -63,7 +64,7 @@ def _contributions(findings: Findings, attribution: Attribution, texts: TokenTex
 
 
 def _heat(figure: Figure, axes: Axes, heads: HeatMap) -> None:
-    values = [[float("nan") if value is None else value for value in row] for row in heads.values]
+    values = [_or_nan(row) for row in heads.values]
     image = axes.imshow(values, cmap="PRGn", vmin=-heads.largest, vmax=heads.largest, aspect="auto")
     figure.colorbar(image, ax=axes, location="bottom", shrink=0.4, aspect=40, label="logit")
     axes.set_title(heads.title, fontsize=9)
@@ -101,11 +102,12 @@ def _lens(findings: Findings, texts: TokenTexts) -> Figure:
 
 
 def _line(axes: Axes, series: Series) -> None:
-    values = [float("nan") if value is None else value for value in series.values]
+    values = _or_nan(series.values)
     style: dict[str, Any] = {"linestyle": "--"} if series.of_first else {}
     axes.plot(values, color=COLOURS[series.role], linewidth=1.3, marker=".", markersize=3, label=series.label, **style)
     if series.spread is not None:
-        axes.fill_between(range(len(values)), *series.spread, color=COLOURS[series.role], alpha=0.16, linewidth=0)
+        lowest, highest = map(_or_nan, series.spread)
+        axes.fill_between(range(len(values)), lowest, highest, color=COLOURS[series.role], alpha=0.16, linewidth=0)
 
 
 def _label(axes: Axes, chart: Chart) -> None:
@@ -126,6 +128,11 @@ def _ticks(axes: Axes, labels: Sequence[str]) -> None:
     if labels[0] == "embed" and every > 1:
         marked.remove(1)  # too near
     axes.set_xticks(marked, [labels[place] for place in marked], fontsize=7)
+
+
+def _or_nan(values: Values) -> list[float]:
+    """What matplotlib leaves out where there is no value."""
+    return [float("nan") if value is None else value for value in values]
 
 
 def _cut(label: str, most: int = 11) -> str:

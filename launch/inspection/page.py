@@ -88,7 +88,8 @@ def _logit(findings: Findings, texts: TokenTexts) -> str:
 
 
 def _plots(attribution: Attribution) -> str:
-    bars, total, heads = (make(attribution) for make in (charts.contribution_chart, charts.sum_chart, charts.head_map))
+    bars, total = charts.contribution_chart(attribution), charts.sum_chart(attribution)
+    heads = charts.head_map(attribution)
     most = f"{heads.largest:.2f}"
     legend = f'<span class="scale"><span>−{most}</span><i class="ramp"></i><span>+{most}</span></span>'
     return (

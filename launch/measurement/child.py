@@ -13,11 +13,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from launch import ROOT
 from launch.measurement.errors import ContestantError
-from launch.measurement.process_tree import ProcessTree
 from launch.measurement.serving import ANSWER, FAILED, READY
-from launch.measurement.warden import Warden
-from launch.ranks import ROOT
+from launch.process_guard import ProcessGuard
+from launch.process_tree import ProcessTree
 
 LOOK_S = 0.5
 """How often a wait looks for processes that the child has started meanwhile."""
@@ -42,14 +42,14 @@ class Child:
     """A contestant that serves as `launch.measurement.serving` does. Starting does not wait until it is ready.
 
     Args:
-        warden: guards it.
+        guard: ends it where we cannot.
 
     Raises:
         ContestantError: the program is not there.
     """
 
-    def __init__(self, command: Command, warden: Warden) -> None:
-        self._warden = warden
+    def __init__(self, command: Command, guard: ProcessGuard) -> None:
+        self._guard = guard
         self._said = tempfile.TemporaryFile()  # noqa: SIM115 - as long as the child
         self._unread = b""
         self.started_at = time.perf_counter()
@@ -66,7 +66,7 @@ class Child:
             )
         except OSError as error:
             raise ContestantError(f"{command.arguments[0]} cannot be started: {error.strerror}") from error
-        warden.guard(self._process.pid)
+        guard.add([self._process.pid])
         self._tree = ProcessTree(self._process.pid)
 
     def wait_until_ready(self, timeout_s: float) -> dict[str, Any]:
@@ -116,7 +116,7 @@ class Child:
         """Ends it, with all that it started."""
         self._tree.end()
         self._process.wait()
-        self._warden.forget(self._process.pid)
+        self._guard.forget([self._process.pid])
         for pipe in (self._process.stdin, self._process.stdout, self._said):
             if pipe is not None:
                 with contextlib.suppress(OSError):

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 from launch.measurement.child import Child, Command
 from launch.measurement.errors import ContestantError
 from launch.measurement.requests import DecodeAnswer, DecodeRequest
-from launch.measurement.warden import Warden
+from launch.process_guard import ProcessGuard
 
 A = TypeVar("A")
 
@@ -57,7 +57,7 @@ class Field:
         self._children: dict[str, Child] = {}
 
     def __enter__(self) -> Field:
-        self._warden = Warden()
+        self._guard = ProcessGuard()
         return self
 
     def __exit__(
@@ -66,7 +66,7 @@ class Field:
         for child in self._children.values():
             child.close()
         self._children.clear()
-        self._warden.close()
+        self._guard.close()
 
     def load(
         self, contestants: Sequence[Contestant], watch: Callable[[str], None], timeout_s: float = LOAD_TIMEOUT_S
@@ -130,7 +130,7 @@ class Field:
             child.close()
 
     def _start(self, contestant: Contestant, timeout_s: float) -> None:
-        child = Child(contestant.command(), self._warden)
+        child = Child(contestant.command(), self._guard)
         self._children[contestant.name] = child
         self.facts[contestant.name] = child.wait_until_ready(timeout_s)
         child.stop()

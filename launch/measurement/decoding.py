@@ -99,7 +99,7 @@ def _measure(
         for contestant in contestants
     }
     actions.update({reader.name: reader.bytes_per_second for reader in readers.values()})
-    return interleave(actions, rounds=rounds, watch=lambda turn: watch(_told(case, turn)))
+    return interleave(actions, rounds=rounds, watch=lambda turn: watch(_progress_line(case, turn)))
 
 
 def _rows(
@@ -124,7 +124,7 @@ def _rows(
     ]
 
 
-def _told(case: Case, turn: Turn[Measured]) -> str:
+def _progress_line(case: Case, turn: Turn[Measured]) -> str:
     when = "warm-up" if turn.round == WARM_UP else f"round {turn.round} of {turn.rounds}"
     if not isinstance(turn.result, DecodeAnswer):
         what = f"{turn.result / 1e9:.1f} GB/s"

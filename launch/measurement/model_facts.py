@@ -43,8 +43,9 @@ def config_of(model: str) -> ModelConfig:
         ConfigError: an unsupported model.
     """
     from tp.checkpoint import open_checkpoint
-    from tp.config import ModelConfig, RopeConfig
+    from tp.config import ModelConfig
     from tp.parallel.group import TensorParallelGroup
+    from tp.rope_config import RopeConfig
 
     if is_config_alone(model):
         fields = json.loads(model)

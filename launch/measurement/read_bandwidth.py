@@ -7,7 +7,7 @@ from types import TracebackType
 
 from launch.measurement.child import Child, Command
 from launch.measurement.errors import ContestantError
-from launch.measurement.warden import Warden
+from launch.process_guard import ProcessGuard
 
 BUFFER_BYTES = 1 << 29
 """Of each thread; far more than caches hold."""
@@ -32,10 +32,10 @@ class ReadBandwidth:
         self._children: list[Child] = []
 
     def __enter__(self) -> ReadBandwidth:
-        self._warden = Warden()
+        self._guard = ProcessGuard()
         try:
             for _ in range(self._processes):
-                self._children.append(Child(self._command, self._warden))
+                self._children.append(Child(self._command, self._guard))
             for child in self._children:
                 child.wait_until_ready(START_TIMEOUT_S)
         except ContestantError as error:
@@ -48,7 +48,7 @@ class ReadBandwidth:
     ) -> None:
         for child in self._children:
             child.close()
-        self._warden.close()
+        self._guard.close()
 
     def bytes_per_second(self, seconds: float = READ_S) -> float:
         """Of all processes together, each reading for so long.

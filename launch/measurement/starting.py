@@ -8,12 +8,14 @@ from pathlib import Path
 from launch.measurement.child import Child
 from launch.measurement.contestants import Contestant
 from launch.measurement.requests import DecodeRequest
-from launch.measurement.warden import Warden
+from launch.process_guard import ProcessGuard
 
 READ_BYTES = 1 << 24
 
 
-def seconds_to_first_token(contestant: Contestant, request: DecodeRequest, warden: Warden, timeout_s: float) -> float:
+def seconds_to_first_token(
+    contestant: Contestant, request: DecodeRequest, guard: ProcessGuard, timeout_s: float
+) -> float:
     """Starts the contestant, asks it once, ends it; gives the seconds until it had answered.
 
     Args:
@@ -22,7 +24,7 @@ def seconds_to_first_token(contestant: Contestant, request: DecodeRequest, warde
     Raises:
         ContestantError: it is absent, does not start, or does not answer in time.
     """
-    child = Child(contestant.command(), warden)
+    child = Child(contestant.command(), guard)
     try:
         child.wait_until_ready(timeout_s)
         child.send(request.line())

@@ -23,7 +23,7 @@ from launch.planning.machine import (
 )
 from launch.planning.synthetic import CONFIGS
 from launch.terminal import Terminal
-from tp.generation.options import PREFILL_CHUNK
+from tp.defaults import PREFILL_CHUNK
 from tp.planning.calibration import fit_rates
 from tp.planning.hardware import Fabric, Profile, Rates
 from tp.planning.precision import Precision
@@ -46,7 +46,7 @@ def calibrate(arguments: argparse.Namespace, terminal: Terminal) -> None:
     if arguments.json:
         terminal.show(json.dumps(json.loads(text)) + "\n")
     else:
-        terminal.show("\n".join(_told(profile)) + "\n")
+        terminal.show("\n".join(_summary_lines(profile)) + "\n")
 
 
 def measure(degrees: Sequence[int], dtype: str, subjects: Sequence[Subject], rounds: int = ROUNDS) -> Measurements:
@@ -94,7 +94,7 @@ def make_profile(measured: Measurements, precision: Precision) -> Profile:
     )
 
 
-def _told(profile: Profile) -> list[str]:
+def _summary_lines(profile: Profile) -> list[str]:
     """The rates for people, a line a degree."""
     lines = [f"{profile.name}, {profile.memory_bytes / 1e9:.1f} GB, {profile.runtime_bytes / 1e6:,.0f} MB a process"]
     for degree, rates in profile.rates.items():

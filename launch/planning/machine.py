@@ -21,9 +21,9 @@ from launch.measurement.peers.task import Task
 from launch.measurement.read_bandwidth import ReadBandwidth
 from launch.measurement.requests import DecodeAnswer, random_request
 from launch.measurement.spread import Spread
-from launch.measurement.warden import Warden
 from launch.planning.synthetic import CASES, CONFIGS
-from tp.generation.options import PREFILL_CHUNK
+from launch.process_guard import ProcessGuard
+from tp.defaults import PREFILL_CHUNK
 from tp.planning.calibration import Observation
 from tp.planning.fitting import fit_line
 from tp.planning.hardware import MeasuredCollective
@@ -100,7 +100,7 @@ def measure_ranks(degree: int, measured: Measurements) -> None:
     launched = ["launch", "run", "--nproc", str(degree), "-m"] if degree > 1 else []
     command = Command([sys.executable, "-m", *launched, RANK_MODULE], {"OMP_NUM_THREADS": str(_cores_of(degree))})
     ranks = f"{degree} rank{'s' if degree > 1 else ''}"
-    with closing(Warden()) as warden, closing(Child(command, warden)) as child:
+    with ProcessGuard() as guard, closing(Child(command, guard)) as child:
         try:
             facts = child.wait_until_ready(PATIENCE_S)
         except ContestantError as error:
@@ -122,7 +122,7 @@ def measure_models(
         for subject in subjects:
             contestants = [_contestant(subject.model, dtype, degree) for degree in degrees]
             field = stack.enter_context(Field())
-            field.load(contestants, lambda text, name=subject.name: tell(f"{name}: {text}"))
+            field.load(contestants, _teller_of(subject.name))
             for degree, contestant in zip(degrees, contestants, strict=True):
                 if contestant.name in field.failures:
                     raise ContestantError(f"{contestant.name}: {field.failures[contestant.name]}")
@@ -132,15 +132,15 @@ def measure_models(
                     actions[key] = _action(field, contestant, case, subject.vocab_size)
         readers = {degree: stack.enter_context(ReadBandwidth(degree, _cores_of(degree))) for degree in degrees}
         actions.update({reader.name: reader.bytes_per_second for reader in readers.values()})
-        told = interleave(actions, rounds=rounds, watch=_teller(len(actions)))
-    if told.failures:
-        name, reason = next(iter(told.failures.items()))
+        outcome = interleave(actions, rounds=rounds, watch=_teller(len(actions)))
+    if outcome.failures:
+        name, reason = next(iter(outcome.failures.items()))
         raise ContestantError(f"{name}: {reason}")
     for degree, reader in readers.items():
-        rates = [rate for rate in told.results[reader.name] if not isinstance(rate, DecodeAnswer)]
+        rates = [rate for rate in outcome.results[reader.name] if not isinstance(rate, DecodeAnswer)]
         measured.read_gb_per_s[degree] = Spread.of(rates).median / 1e9
     for key, of_what in about.items():
-        answers = [answer for answer in told.results[key] if isinstance(answer, DecodeAnswer)]
+        answers = [answer for answer in outcome.results[key] if isinstance(answer, DecodeAnswer)]
         measured.answers[of_what] = answers
 
 
@@ -175,6 +175,10 @@ def _contestant(model: str, dtype: str, degree: int) -> Contestant:
 def _cores_of(degree: int) -> int:
     """Of each rank."""
     return max(1, available_cores() // degree)
+
+
+def _teller_of(name: str) -> Callable[[str], None]:
+    return lambda text: tell(f"{name}: {text}")
 
 
 def _teller(turns: int) -> Callable[[Turn[Measured]], None]:

@@ -63,7 +63,8 @@ def figure_of(curves: Sequence[Curve], title: str) -> Figure:
 def _draw_curve(axes: Axes, curve: Curve, colour: str) -> None:
     axes.plot(curve.ranks, curve.tokens_per_s, color=colour, label=curve.label)
     if curve.ranges:
-        axes.fill_between(curve.ranks, *zip(*curve.ranges, strict=True), color=colour, alpha=0.15, linewidth=0)
+        lowest, highest = zip(*curve.ranges, strict=True)
+        axes.fill_between(curve.ranks, lowest, highest, color=colour, alpha=0.15, linewidth=0)
     for ranks, rate, fits in zip(curve.ranks, curve.tokens_per_s, curve.fits, strict=True):
         axes.plot([ranks], [rate], "o", color=colour, markerfacecolor=colour if fits else "white")
     ideal = [curve.tokens_per_s[0] * ranks / curve.ranks[0] for ranks in curve.ranks]
@@ -72,10 +73,11 @@ def _draw_curve(axes: Axes, curve: Curve, colour: str) -> None:
 
 def _add_legend(axes: Axes, curves: Sequence[Curve]) -> None:
     """The models, then what is drawn alike for all of them, in grey."""
+    from matplotlib.artist import Artist
     from matplotlib.lines import Line2D
     from matplotlib.patches import Patch
 
-    handles: list[Line2D | Patch] = list(axes.get_legend_handles_labels()[0])
+    handles: list[Artist] = list(axes.get_legend_handles_labels()[0])
     handles.append(Line2D([], [], color="0.4", linestyle=":", linewidth=0.8, label="if nothing were lost"))
     if not all(fits for curve in curves for fits in curve.fits):
         handles.append(

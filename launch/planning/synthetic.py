@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from launch.measurement.decoding import Case
-from tp.config import ModelConfig, RopeConfig
+from tp.config import ModelConfig
+from tp.rope_config import RopeConfig
 
 
 def _config(**sizes: Any) -> ModelConfig:

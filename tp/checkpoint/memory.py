@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -60,7 +61,10 @@ def check_fits(
     """
     free = free_memory(group) if free_bytes is None else free_bytes
     cache_bytes = KVCache.bytes_needed(config, group, num_slots, capacity, dtype)
-    longest = _longest_context(config, group, num_slots, dtype, free - weight_bytes)
+    room = free - weight_bytes
+    longest = largest(
+        lambda tokens: KVCache.bytes_needed(config, group, num_slots, tokens, dtype) <= room, config.longest_context
+    )
     own = MemoryBudget(weight_bytes, cache_bytes, free, longest)
     budgets: list[MemoryBudget] = group.communicator.all_gather_object(own)
     longest_context = min(budget.longest_context for budget in budgets)
@@ -70,17 +74,12 @@ def check_fits(
     return MemoryBudget(weight_bytes, cache_bytes, free, longest_context)
 
 
-def _longest_context(
-    config: ModelConfig, group: TensorParallelGroup, num_slots: int, dtype: torch.dtype, room: int
-) -> int:
-    """The largest capacity up to the model's context whose cache takes at most `room` bytes; 0 if none."""
-    low, high = 0, config.longest_context
+def largest(fits: Callable[[int], bool], most: int) -> int:
+    """The largest number from 0 to `most` that fits, where all below one that fits do; 0 counts as fitting."""
+    low, high = 0, most
     while low < high:
         middle = (low + high + 1) // 2
-        if KVCache.bytes_needed(config, group, num_slots, middle, dtype) <= room:
-            low = middle
-        else:
-            high = middle - 1
+        low, high = (middle, high) if fits(middle) else (low, middle - 1)
     return low
 
 

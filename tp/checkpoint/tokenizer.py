@@ -27,7 +27,7 @@ def tokenizer_of_directory(directory: Path) -> PreTrainedTokenizerBase:
 
     if not any(any(directory.glob(pattern)) for pattern in _VOCABULARIES):
         raise CheckpointError(f"{directory} has no tokenizer: give token ids, or a directory that has tokenizer.json")
-    with _failures_told(directory):
+    with _as_checkpoint_error(directory):
         tokenizer = AutoTokenizer.from_pretrained(str(directory), local_files_only=True, trust_remote_code=False)
         tokenizer("a")  # settings of a wrong type are noticed only here
     assert isinstance(tokenizer, PreTrainedTokenizerBase)
@@ -48,7 +48,7 @@ def tokenizer_of_gguf(path: Path) -> PreTrainedTokenizerBase:
 
     with suppress(Exception):
         return PreTrainedTokenizerFast(name_or_path=str(path.parent), gguf_file=path.name)
-    with _failures_told(path):
+    with _as_checkpoint_error(path):
         tokenizer = AutoTokenizer.from_pretrained(
             str(path.parent), gguf_file=path.name, local_files_only=True, trust_remote_code=False
         )
@@ -58,7 +58,7 @@ def tokenizer_of_gguf(path: Path) -> PreTrainedTokenizerBase:
 
 
 @contextmanager
-def _failures_told(path: Path) -> Iterator[None]:
+def _as_checkpoint_error(path: Path) -> Iterator[None]:
     """transformers, tokenizers and the JSON beneath raise whatever comes."""
     try:
         yield

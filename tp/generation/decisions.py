@@ -16,30 +16,47 @@ ROOM = 128
 
 
 @dataclass(frozen=True)
-class Decision:
-    """The outcome of a step, taken on rank 0.
-
-    Attributes:
-        events: the step's new tokens.
-        cancelled: all sequences end here; there are no events.
-        error: what went wrong on rank 0, for the other ranks; there are no events.
-        not_finite: index of a sequence whose logits are not finite; there are no events.
-    """
+class NewTokens:
+    """The step's new tokens."""
 
     events: tuple[TokenEvent, ...] = ()
-    cancelled: bool = False
-    error: str | None = None
-    not_finite: int | None = None
 
-    def to_bytes(self) -> bytes:
-        return json.dumps(
-            [[astuple(event) for event in self.events], self.cancelled, self.error, self.not_finite]
-        ).encode()
 
-    @classmethod
-    def from_bytes(cls, content: bytes) -> Decision:
-        events, cancelled, error, not_finite = json.loads(content)
-        return cls(tuple(TokenEvent(*event) for event in events), cancelled, error, not_finite)
+@dataclass(frozen=True)
+class Cancelled:
+    """All sequences end here."""
+
+
+@dataclass(frozen=True)
+class Failed:
+    """What went wrong on rank 0, for the other ranks."""
+
+    reason: str
+
+
+@dataclass(frozen=True)
+class NotFinite:
+    """Index of a sequence whose logits are not finite."""
+
+    index: int
+
+
+Decision = NewTokens | Cancelled | Failed | NotFinite
+"""The outcome of a step, taken on rank 0."""
+
+
+def to_bytes(decision: Decision) -> bytes:
+    """For the broadcast."""
+    return json.dumps([type(decision).__name__, astuple(decision)]).encode()
+
+
+def from_bytes(content: bytes) -> Decision:
+    """What `to_bytes` was given."""
+    name, values = json.loads(content)
+    if name == NewTokens.__name__:
+        return NewTokens(tuple(TokenEvent(*event) for event in values[0]))
+    kinds = {kind.__name__: kind for kind in (Cancelled, Failed, NotFinite)}
+    return kinds[name](*values)
 
 
 def first_bytes(num_tokens: int) -> int:
@@ -57,14 +74,14 @@ def share(decision: Decision | None, num_tokens: int, group: TensorParallelGroup
     if group.size == 1:
         assert decision is not None
         return decision
-    content = decision.to_bytes() if decision else b""
+    content = to_bytes(decision) if decision else b""
     room = first_bytes(num_tokens) - LENGTH_BYTES
     first = _broadcast(len(content).to_bytes(LENGTH_BYTES, "little") + content[:room], LENGTH_BYTES + room, group)
     length = int.from_bytes(first[:LENGTH_BYTES], "little")
     received = first[LENGTH_BYTES : LENGTH_BYTES + length]
     if length > room:
         received += _broadcast(content[room:], length - room, group)
-    return decision or Decision.from_bytes(received)
+    return decision or from_bytes(received)
 
 
 def _broadcast(content: bytes, size: int, group: TensorParallelGroup) -> bytes:

@@ -17,8 +17,8 @@ from tp.choice import enabled, warn_once
 from tp.errors import first_line
 from tp.kernels.decode_attention import has_decode_attention
 from tp.kernels.linear import FEW_ROWS
-from tp.layers.embedding import ShardedLogits
 from tp.layers.kv_cache import KVCache
+from tp.layers.sharded_logits import ShardedLogits
 from tp.layers.step import Step
 from tp.models.causal_lm import CausalLM
 from tp.native.tape import Tape

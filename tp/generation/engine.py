@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from tp.errors import RankFailedError
-from tp.generation.decisions import Decision, share
+from tp.generation.decisions import Cancelled, Decision, Failed, NewTokens, NotFinite, share
 from tp.generation.decode_graphs import DecodeGraphs, capture_for
 from tp.generation.incremental_text import incremental_texts
 from tp.generation.not_finite import not_finite
@@ -19,8 +19,8 @@ from tp.generation.sampler import Candidates, Sampler
 from tp.generation.scheduler import Piece, Scheduler, SequenceState, step_of
 from tp.generation.sequence_text import SequenceText
 from tp.generation.text_model import TextModel
-from tp.layers.embedding import ShardedLogits
 from tp.layers.kv_cache import KVCache
+from tp.layers.sharded_logits import ShardedLogits
 
 OnToken = Callable[[TokenEvent], object]
 """Called on rank 0 with each new token; returning True ends that sequence, which is then "cancelled"."""
@@ -87,20 +87,27 @@ class GenerationSession:
             try:
                 if failure is not None:
                     raise failure
-                own = Decision(cancelled=True) if cancel else self._decide(giving, candidates)
+                own = Cancelled() if cancel else self._decide(giving, candidates)
             except BaseException as error:  # the other ranks wait for this step's decision, whatever happened
                 failure = error
-                own = Decision(error=f"rank 0 raised {type(error).__name__}: {error}")
+                own = Failed(f"rank 0 raised {type(error).__name__}: {error}")
         decision = share(own, len(giving), self._group)
-        if decision.not_finite is not None:
-            assert self._cache is not None
-            state, cache, self._cache, self._graphs = self._states[decision.not_finite], self._cache, None, None
-            raise not_finite(self._model, cache, state, self._prefill_chunk)
-        self._apply(decision, pieces, failure)
+        if isinstance(decision, NotFinite):
+            cache = self._give_up_cache()
+            raise not_finite(self._model, cache, self._states[decision.index], self._prefill_chunk)
+        if isinstance(decision, Failed):
+            self._give_up_cache()
+            raise failure if failure is not None else RankFailedError(decision.reason)
+        events = decision.events if isinstance(decision, NewTokens) else ()
+        self._apply(events)
+        self._scheduler.done(pieces)
+        self.finished = isinstance(decision, Cancelled) or not self._scheduler.unfinished
+        if self.finished:
+            self._give_up_cache()
         if decoding:
             self._decode_seconds += time.perf_counter() - step_began
-            self._decode_tokens += len(decision.events)
-        return list(decision.events)
+            self._decode_tokens += len(events)
+        return list(events)
 
     def result(self) -> GenerationResult:
         """All sequences; those that have not finished count as cancelled."""
@@ -137,7 +144,7 @@ class GenerationSession:
         chosen = self._sampler.choose(candidates, states) if candidates is not None else []
         for state, (_, logprob) in zip(states, chosen, strict=True):
             if not math.isfinite(logprob):
-                return Decision(not_finite=state.index)
+                return NotFinite(state.index)
         events = []
         for state, (token_id, logprob) in zip(states, chosen, strict=True):
             text, finish_reason = self._texts[state.index].advance(token_id)
@@ -145,11 +152,11 @@ class GenerationSession:
             if self._on_token is not None and self._on_token(event) is True and finish_reason is None:
                 event = TokenEvent(state.index, token_id, text, logprob, "cancelled")
             events.append(event)
-        return Decision(tuple(events))
+        return NewTokens(tuple(events))
 
-    def _apply(self, decision: Decision, pieces: Sequence[Piece], failure: BaseException | None) -> None:
+    def _apply(self, events: Sequence[TokenEvent]) -> None:
         now = time.perf_counter()
-        for event in decision.events:
+        for event in events:
             state = self._states[event.index]
             state.first_token_at = state.first_token_at or now
             state.last_token_at = now
@@ -159,12 +166,12 @@ class GenerationSession:
             state.finish_reason = event.finish_reason
             if event.finish_reason is not None:
                 self._sampler.forget(state)
-        self._scheduler.done(pieces)
-        self.finished = decision.cancelled or decision.error is not None or not self._scheduler.unfinished
-        if self.finished:
-            self._cache = self._graphs = None
-        if decision.error is not None:
-            raise failure if failure is not None else RankFailedError(decision.error)
+
+    def _give_up_cache(self) -> KVCache:
+        """Nothing of this session holds it any more."""
+        assert self._cache is not None
+        cache, self._cache, self._graphs = self._cache, None, None
+        return cache
 
     def _make_texts(self, request: Request) -> list[SequenceText]:
         room = min(request.context, request.capacity)

@@ -5,10 +5,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 
+from tp.defaults import MAX_NEW_TOKENS, PREFILL_CHUNK
 from tp.errors import RequestError
-
-PREFILL_CHUNK = 512
-"""Prompt tokens of a step, where nothing else is asked for."""
 
 
 @dataclass(frozen=True)
@@ -72,7 +70,7 @@ class GenerationOptions:
         RequestError: a value out of range, or min_new_tokens above max_new_tokens.
     """
 
-    max_new_tokens: int = 128
+    max_new_tokens: int = MAX_NEW_TOKENS
     min_new_tokens: int = 0
     ignore_eos: bool = False
     stop: tuple[str, ...] = ()

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from tp.generation.draws import uniform
 from tp.generation.options import GenerationOptions
@@ -24,8 +23,8 @@ from tp.generation.processors import (
     repetition_penalty,
 )
 from tp.generation.scheduler import SequenceState
-from tp.kernels.argmax_and_sum_exp import LOWEST, argmax_and_sum_exp
-from tp.layers.embedding import ShardedLogits
+from tp.kernels.argmax_and_sum_exp import argmax_and_sum_exp
+from tp.layers.sharded_logits import ShardedLogits, log_sum_exp
 
 
 @dataclass(frozen=True)
@@ -99,24 +98,22 @@ class Sampler:
 
     def _best_candidates(self, logits: ShardedLogits, states: Sequence[SequenceState], count: int) -> Candidates | None:
         """The `count` best of each row: each rank's best and its share of Σ exp travel in one all-gather."""
-        group = logits.group
-        best = argmax_and_sum_exp(logits.local[:, : logits.num_valid])
+        best = argmax_and_sum_exp(logits.valid)
         columns, raw, processed = best.columns, best.highest, best.highest
         if count > 1 or self._alters(states):
             columns, raw, processed = self._best_columns(logits, states, count)
         floats = torch.cat([best.highest, best.sum_exp, raw, processed], dim=-1)
         ids = (columns + logits.vocab_start_index).to(torch.int32)
         packed = torch.cat([floats.view(torch.int32), ids], dim=-1)  # one payload: floats as their bits
-        gathered = group.communicator.all_gather(packed, [len(packed)] * group.size)
-        return _merge(gathered.unflatten(0, (group.size, -1)), count) if group.rank == 0 else None
+        gathered = logits.group.communicator.all_gather_stacked(packed)
+        return _merge(gathered, count) if logits.group.rank == 0 else None
 
     def _best_columns(
         self, logits: ShardedLogits, states: Sequence[SequenceState], count: int
     ) -> tuple[Tensor, Tensor, Tensor]:
         """This rank's `count` best columns of each row, what they hold, and what became of that; each [R, k]."""
         raw = logits.local.float()
-        processed = self._process(raw[:, : logits.num_valid], logits.vocab_start_index, states)
-        processed = functional.pad(processed, (0, raw.shape[-1] - logits.num_valid), value=LOWEST)
+        processed = logits.padded(self._process(raw[:, : logits.num_valid], logits.vocab_start_index, states))
         columns = best_columns(processed, min(count, raw.shape[-1]))
         return columns, raw.gather(-1, columns), processed.gather(-1, columns)
 
@@ -165,13 +162,11 @@ def _merge(gathered: Tensor, count: int) -> Candidates:
     per_rank = (gathered.shape[-1] - 2) // 3
     floats, ids = gathered.split([2 + 2 * per_rank, per_rank], dim=-1)
     local_max, local_sum, *values = floats.view(torch.float32).split([1, 1, per_rank, per_rank], dim=-1)
-    total_max = local_max.amax(0)
-    log_normaliser = total_max + (local_sum * (local_max - total_max).exp()).sum(0).log()
+    top, log_sum = log_sum_exp(local_max, local_sum)
     ids, raw, processed = (x.transpose(0, 1).flatten(1) for x in (ids.to(torch.int64), *values))
     order = ids.argsort(-1)
     ids, raw, processed = (x.gather(-1, order) for x in (ids, raw, processed))
     # Padding has the lowest value and the last ids: it loses every tie as well.
     best = best_columns(processed, count).sort(-1).values
-    return Candidates(
-        ids.gather(-1, best), raw.gather(-1, best), processed.gather(-1, best), log_normaliser.squeeze(-1)
-    )
+    log_normaliser = (top + log_sum).squeeze(-1)
+    return Candidates(ids.gather(-1, best), raw.gather(-1, best), processed.gather(-1, best), log_normaliser)

@@ -14,8 +14,9 @@ from tp.generation.options import GenerationOptions
 from tp.generation.request import Prompt, Request, encode_prompts, share_request, statement_of_prompts
 from tp.generation.text_model import TextModel
 from tp.kernels.argmax_and_sum_exp import argmax_and_sum_exp
-from tp.layers.embedding import ShardedLogits
+from tp.kernels.cross_entropy import target_logits
 from tp.layers.kv_cache import KVCache
+from tp.layers.sharded_logits import ShardedLogits, log_sum_exp
 from tp.layers.step import SequenceSlice, Step
 
 ROWS = 64
@@ -83,23 +84,16 @@ def score(model: TextModel, text: Prompt | None) -> Score:
 def token_logprobs(logits: ShardedLogits, targets: Tensor) -> Tensor:
     """[R] float32: ln softmax(logits)[target], equal on all ranks; one all-gather of three numbers a row and rank.
 
-    With m = max x and s = Σ exp(x − m) of each rank's columns: x_target − M − ln Σ_ranks s·exp(m − M), M = max m.
-
     Args:
         logits: [R, V]; float32 statistics whatever their dtype.
         targets: [R] int64.
     """
-    best = argmax_and_sum_exp(logits.local[:, : logits.num_valid])
-    local_targets = (targets - logits.vocab_start_index).unsqueeze(-1)
-    owned = (local_targets >= 0) & (local_targets < logits.num_valid)
-    at_target = logits.local.gather(-1, local_targets.where(owned, 0)).float().where(owned, 0)
-    packed = torch.cat([best.highest, best.sum_exp, at_target], dim=-1)
-    group = logits.group
-    gathered: Tensor = group.communicator.all_gather(packed, [len(packed)] * group.size).unflatten(0, (group.size, -1))
-    rank_max, rank_sum, rank_target = gathered[..., 0], gathered[..., 1], gathered[..., 2]
-    total_max = rank_max.amax(0)
-    total_sum = (rank_sum * (rank_max - total_max).exp()).sum(0)
-    return rank_target.sum(0) - total_max - total_sum.log()
+    best = argmax_and_sum_exp(logits.valid)
+    own_targets = target_logits(logits.local, targets - logits.vocab_start_index, logits.num_valid).float()
+    packed = torch.cat([best.highest, best.sum_exp, own_targets.unsqueeze(-1)], dim=-1)
+    maxima, sums, at_target = logits.group.communicator.all_gather_stacked(packed).unbind(-1)
+    top, log_sum = log_sum_exp(maxima, sums)
+    return at_target.sum(0) - top - log_sum
 
 
 def _scoring_request(model: TextModel, text: Prompt | None) -> Request:

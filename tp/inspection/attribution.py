@@ -22,8 +22,8 @@ from tp.errors import RequestError
 from tp.inspection.activation_cache import ActivationCache
 from tp.inspection.identity import check_stream_is_a_sum
 from tp.inspection.points import integer
+from tp.kernels.embedding_lookup import embedding_lookup
 from tp.kernels.int8_weight import Int8Weight
-from tp.kernels.look_up_rows import look_up_rows
 from tp.layers.norm import LayerNorm, Norm, RMSNorm
 from tp.models.causal_lm import CausalLM
 from tp.models.decoder import DecoderLayer
@@ -169,7 +169,7 @@ def _unembedding(
     for token_id in asked.tolist():
         if not 0 <= token_id < head.vocab_size:
             raise RequestError(f"token id {token_id} is outside 0..{head.vocab_size - 1}")
-    own = look_up_rows(head.weight, asked, head.vocab_range.start, len(head.vocab_range))
+    own = embedding_lookup(head.weight, asked, head.vocab_range.start, len(head.vocab_range))
     rows = model.group.communicator.all_reduce(own).double().split([some.numel() for some in ids])
     target, *other = (part.view(*some.shape, -1) for part, some in zip(rows, ids, strict=True))
     difference: Tensor = target - other[0] if other else target

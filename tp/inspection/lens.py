@@ -15,7 +15,7 @@ from torch import Tensor
 from tp.errors import RequestError
 from tp.generation.processors import best_columns
 from tp.kernels.argmax_and_sum_exp import LOWEST
-from tp.layers.embedding import ShardedLogits
+from tp.layers.sharded_logits import ShardedLogits
 from tp.models.causal_lm import CausalLM
 
 ROWS = 32
@@ -98,10 +98,10 @@ def _logits(model: CausalLM, states: Tensor) -> ShardedLogits:
 
 def _shifted(logits: ShardedLogits) -> Tensor:
     """[..., this rank's real columns] float64, relative to the row's largest on any rank."""
-    real = logits.local[..., : logits.num_valid].double()
-    own = real.amax(-1) if logits.num_valid else real.new_full(real.shape[:-1], LOWEST)  # a rank may own none
-    largest = logits.group.communicator.all_gather(own.unsqueeze(0), [1] * logits.group.size).amax(0)
-    return real - largest.unsqueeze(-1)
+    valid = logits.valid.double()
+    own = valid.amax(-1) if logits.num_valid else valid.new_full(valid.shape[:-1], LOWEST)  # a rank may own none
+    largest = logits.group.communicator.all_gather_stacked(own).amax(0)
+    return valid - largest.unsqueeze(-1)
 
 
 def _best(logits: ShardedLogits, shifted: Tensor, count: int) -> tuple[Tensor, Tensor]:
@@ -109,18 +109,12 @@ def _best(logits: ShardedLogits, shifted: Tensor, count: int) -> tuple[Tensor, T
 
     They are compared as they are: shifted ones would be rounded once more, to ties that there are not.
     """
-    width = logits.local.shape[-1]
-    real = logits.local[..., : logits.num_valid].float().flatten(0, -2)
-    real = real.nan_to_num(nan=LOWEST)  # so that padding, which stands last, is never before an id
-    padding = (0, width - logits.num_valid)
-    whole, values = (
-        torch.nn.functional.pad(of_real, padding, value=LOWEST) for of_real in (real, shifted.flatten(0, -2))
-    )
-    columns = best_columns(whole, min(count, width))
+    own = logits.valid.float().nan_to_num(nan=LOWEST)  # so that padding, which stands last, is never before an id
+    own, values = (logits.padded(of_valid).flatten(0, -2) for of_valid in (own, shifted))
+    columns = best_columns(own, min(count, own.shape[-1]))
     ids = (columns + logits.vocab_start_index).double()
-    packed = torch.stack([whole.gather(-1, columns).double(), values.gather(-1, columns), ids])
-    group = logits.group
-    gathered = group.communicator.all_gather(packed.unsqueeze(0), [1] * group.size)
+    packed = torch.stack([own.gather(-1, columns).double(), values.gather(-1, columns), ids])
+    gathered = logits.group.communicator.all_gather_stacked(packed)
     candidates, values, ids = gathered.permute(1, 2, 0, 3).flatten(2)
     best = best_columns(candidates.float(), count)  # ranks stand in the order of their ids: ties go to the lowest
     shape = logits.local.shape[:-1]

@@ -20,6 +20,6 @@ def check_same_tap(group: TensorParallelGroup, statement: Statement) -> None:
         CommunicationError: on every rank, naming what differs.
     """
     digest = zlib.crc32(repr(sorted(statement.items())).encode())
-    own = torch.tensor([[digest]], device=group.device)
-    if len(set(group.communicator.all_gather(own, [1] * group.size).flatten().tolist())) > 1:
+    own = torch.tensor(digest, device=group.device)
+    if len(set(group.communicator.all_gather_stacked(own).tolist())) > 1:
         check_alike(group.communicator, statement)

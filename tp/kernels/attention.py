@@ -12,7 +12,7 @@ from torch.nn import functional
 from tp.kernels.dropout import keep_mask
 from tp.kernels.prefill_attention import has_prefill_attention, prefill_attention
 from tp.kernels.statistics import statistics_dtype
-from tp.kernels.widening import faster_in_float32
+from tp.kernels.upcast_matmul import faster_in_float32
 from tp.parallel.partition import HeadRun
 
 

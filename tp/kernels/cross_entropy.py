@@ -58,16 +58,21 @@ def shard_gradient(
     )
 
 
+def target_logits(logits: Tensor, targets: Tensor, num_valid: int) -> Tensor:
+    """[N], z at the target where it is this rank's, else 0; arguments as for `shard_statistics`."""
+    owned = (targets >= 0) & (targets < num_valid)
+    return logits.gather(-1, targets.where(owned, 0).unsqueeze(-1)).squeeze(-1).where(owned, 0)
+
+
 def plain_shard_statistics(logits: Tensor, targets: Tensor, num_valid: int) -> Tensor:
     """`shard_statistics` in torch operations."""
     real = logits[..., :num_valid].to(statistics_dtype(logits.dtype))
     if not num_valid:
         nothing = real.new_zeros(targets.shape)
         return torch.stack([nothing + torch.finfo(real.dtype).min, nothing, nothing, nothing])
-    owned = (targets >= 0) & (targets < num_valid)
-    target = real.gather(-1, targets.where(owned, 0).unsqueeze(-1)).squeeze(-1).where(owned, 0)
     maximum = real.amax(-1)
-    return torch.stack([maximum, (real - maximum.unsqueeze(-1)).exp_().sum(-1), target, real.sum(-1)])
+    sum_exp = (real - maximum.unsqueeze(-1)).exp_().sum(-1)
+    return torch.stack([maximum, sum_exp, target_logits(real, targets, num_valid), real.sum(-1)])
 
 
 def plain_shard_gradient(

@@ -9,15 +9,15 @@ from torch.nn import functional
 from tp.errors import AutogradError
 from tp.kernels.int8_weight import Int8Weight
 from tp.kernels.triton.use import uses_triton
-from tp.kernels.widening import faster_in_float32
+from tp.kernels.upcast_matmul import faster_in_float32
 from tp.native.library import ADDRESS, INTEGER, THREADS, NativeFunction
 from tp.native.operands import address
 from tp.native.operation import NativeOperation
 
 FEW_ROWS = 32
 """Up to this many rows of x, the kernel that streams each weight once; above, a GEMM."""
-WIDENED_ROWS = 512
-"""Rows of the weight that are widened to float32 at a time: they stay in the last-level cache."""
+UPCAST_ROWS = 512
+"""Rows of the weight that are cast to float32 at a time: they stay in the last-level cache."""
 _ARGUMENTS = (ADDRESS, INTEGER, *(ADDRESS,) * 4, *(INTEGER,) * 3, THREADS)
 _LINEAR = NativeOperation("native_linear", "tp_linear", *_ARGUMENTS)
 _LINEAR_INT8 = NativeOperation("native_linear", "tp_linear_int8", *_ARGUMENTS)
@@ -29,8 +29,8 @@ def linear(x: Tensor, weight: Tensor | Int8Weight, bias: Tensor | None = None) -
     """y = x Wᵀ + b, accumulated in float32 (float64 for float64) and rounded once.
 
     On a CPU without gradients, C++ kernels serve few rows ("native_linear") and many rows of bfloat16
-    ("native_gemm"); many rows of a dtype that the CPU has no matrix product for take float32's ("widening"). On CUDA,
-    Triton multiplies int8 weights ("int8_linear").
+    ("native_gemm"); many rows of a dtype that the CPU has no matrix product for take float32's ("upcast_matmul"). On
+    CUDA, Triton multiplies int8 weights ("int8_linear").
 
     Args:
         x: [..., in]
@@ -48,7 +48,7 @@ def linear(x: Tensor, weight: Tensor | Int8Weight, bias: Tensor | None = None) -
     if native is not None and _fits(x, weight, bias):
         return _native_linear(native, x, weight, None, bias)
     if not _has_few_rows(x) and faster_in_float32(x):
-        return _widened_linear(x, weight, None, bias)
+        return _upcast_linear(x, weight, None, bias)
     return functional.linear(x, weight, bias)
 
 
@@ -59,7 +59,7 @@ def _int8_linear(x: Tensor, weight: Int8Weight, bias: Tensor | None) -> Tensor:
     if native is not None and weight.scales.dtype == torch.float32 and _fits(x, weight.values, bias):
         return _native_linear(native, x, weight.values, weight.scales, bias)
     if not uses_triton("int8_linear", x) or not _match(x, weight.values, bias):
-        return _widened_linear(x, weight.values, weight.scales, bias)
+        return _upcast_linear(x, weight.values, weight.scales, bias)
     from tp.kernels.triton.int8_linear import int8_linear
 
     return int8_linear(x, weight.values, weight.scales, bias)
@@ -109,14 +109,14 @@ def _native_linear(
     return y if x.dim() == 2 else y.view(*x.shape[:-1], out_features)
 
 
-def _widened_linear(x: Tensor, weight: Tensor, scales: Tensor | None, bias: Tensor | None) -> Tensor:
+def _upcast_linear(x: Tensor, weight: Tensor, scales: Tensor | None, bias: Tensor | None) -> Tensor:
     """The weights pass through a block of float32 that stays in the cache: W_block → float32, x W_blockᵀ, rounded."""
     out_features, in_features = weight.shape
     wide_x = x.reshape(-1, in_features).float()
-    block = wide_x.new_empty(min(WIDENED_ROWS, out_features), in_features)
+    block = wide_x.new_empty(min(UPCAST_ROWS, out_features), in_features)
     y = x.new_empty(wide_x.shape[0], out_features)
-    for start in range(0, out_features, WIDENED_ROWS):
-        rows = slice(start, min(start + WIDENED_ROWS, out_features))
+    for start in range(0, out_features, UPCAST_ROWS):
+        rows = slice(start, min(start + UPCAST_ROWS, out_features))
         product = wide_x @ block[: rows.stop - start].copy_(weight[rows]).t()
         if scales is not None:
             product *= scales[rows]

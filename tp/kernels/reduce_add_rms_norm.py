@@ -47,9 +47,9 @@ def reduce_add_rms_norm(
         weight: [D], any floating dtype.
     """
     assert not torch.is_grad_enabled(), "reduce_add_rms_norm has no backward: call it with gradients off"
-    if _joins(communicator, partial, bias, residual, weight, partial.shape[0]):
+    if _fuses_in_shared_memory(communicator, partial, bias, residual, weight, partial.shape[0]):
         return communicator.reduce_add_rms_norm(partial, bias, residual, weight, eps)
-    if _joins_on_gpus(communicator, partial, bias, residual, weight):
+    if _fuses_in_symmetric_memory(communicator, partial, bias, residual, weight):
         return _reduce_in_symmetric_memory(communicator, partial, bias, residual, weight, eps)
     return add_rms_norm(communicator.all_reduce(partial), bias, residual, weight, eps)
 
@@ -71,9 +71,9 @@ def reduce_scatter_add_rms_norm(
         sizes: rows of every rank, in rank order; may contain zeros.
     """
     assert not torch.is_grad_enabled(), "reduce_scatter_add_rms_norm has no backward: call it with gradients off"
-    if _joins(communicator, partial, bias, residual, weight, sizes[communicator.rank]):
+    if _fuses_in_shared_memory(communicator, partial, bias, residual, weight, sizes[communicator.rank]):
         return communicator.reduce_scatter_add_rms_norm(partial, bias, residual, weight, eps, sizes)
-    if _joins_on_gpus(communicator, partial, bias, residual, weight):
+    if _fuses_in_symmetric_memory(communicator, partial, bias, residual, weight):
         first = sum(sizes[: communicator.rank])
         own_rows = range(first, first + sizes[communicator.rank])
         return _reduce_rows_in_symmetric_memory(communicator, partial, own_rows, bias, residual, weight, eps)
@@ -103,7 +103,7 @@ def plain_add_rms_norm(
     return state, plain_rms_norm(state, weight, eps)[0]
 
 
-def _joins(
+def _fuses_in_shared_memory(
     communicator: Communicator,
     partial: Tensor,
     bias: Tensor | None,
@@ -118,7 +118,7 @@ def _joins(
     )
 
 
-def _joins_on_gpus(
+def _fuses_in_symmetric_memory(
     communicator: Communicator, partial: Tensor, bias: Tensor | None, residual: Tensor | None, weight: Tensor
 ) -> TypeGuard[SymmetricMemoryCommunicator]:
     return (

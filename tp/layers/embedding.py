@@ -2,46 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor, nn
 
-from tp.kernels.look_up_rows import look_up_rows
+from tp.kernels.embedding_lookup import embedding_lookup
 from tp.layers.handles import Normed, Partial, column_linear
 from tp.layers.parameter import ParallelModule
+from tp.layers.sharded_logits import ShardedLogits
 from tp.parallel.group import TensorParallelGroup
-from tp.parallel.mappings import gather_last_dim_from_region
 from tp.parallel.partition import ceil_div, chunk_ranges, shared_parts
-
-
-@dataclass(frozen=True)
-class ShardedLogits:
-    """Logits split by vocabulary. A type of its own: what wants whole logits cannot be given a shard by mistake.
-
-    Attributes:
-        local: [..., ⌈V/t⌉] in the model's dtype; columns from `num_valid` on are padding.
-        group: the ranks that hold the other columns.
-        vocab_size: V, padding not counted.
-    """
-
-    local: Tensor
-    group: TensorParallelGroup
-    vocab_size: int
-
-    @property
-    def vocab_start_index(self) -> int:
-        """Vocabulary id of this rank's first column."""
-        return min(self.vocab_size, self.group.rank * self.local.shape[-1])
-
-    @property
-    def num_valid(self) -> int:
-        """This rank's columns that are no padding; possibly none."""
-        return max(0, min(self.local.shape[-1], self.vocab_size - self.vocab_start_index))
-
-    def whole(self) -> Tensor:
-        """[..., V] on every rank: all-gather, padding removed."""
-        return gather_last_dim_from_region(self.local, self.group)[..., : self.vocab_size]
 
 
 class _VocabParallel(ParallelModule):
@@ -79,7 +48,7 @@ class VocabParallelEmbedding(_VocabParallel):
 
     def forward(self, token_ids: Tensor) -> Partial:
         """[N] int64 → this rank's addend of [N, D]."""
-        rows = look_up_rows(self.weight, token_ids, self.vocab_range.start, len(self.vocab_range))
+        rows = embedding_lookup(self.weight, token_ids, self.vocab_range.start, len(self.vocab_range))
         return Partial(rows, self.group)
 
 

@@ -7,9 +7,9 @@ import math
 import torch
 from torch import Tensor
 
-from tp.config import RopeConfig
 from tp.kernels.rotary import cos_and_sin
 from tp.layers.step import Step
+from tp.rope_config import RopeConfig
 
 
 class RotaryEmbedding:

@@ -10,9 +10,10 @@ from torch import Tensor, nn
 
 from tp.config import ModelConfig
 from tp.errors import RequestError
-from tp.layers.embedding import ParallelLMHead, ShardedLogits
+from tp.layers.embedding import ParallelLMHead
 from tp.layers.kv_cache import KVCache
 from tp.layers.residual_stream import ResidualStream
+from tp.layers.sharded_logits import ShardedLogits
 from tp.layers.step import Step
 from tp.models.decoder import Decoder
 from tp.parallel.group import TensorParallelGroup

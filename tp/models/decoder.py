@@ -71,15 +71,14 @@ class DecoderLayer(nn.Module):
         """
         attention, mlp = self.attention_norms, self.mlp_norms
         with finished_gradients(self, stream.layout):
-            z = stream.read(attention.of_input)
-            a = self.self_attn(z, step, rotary, cache, stream.tap)
+            a = self.self_attn(stream.read(attention.of_input), step, rotary, cache, stream.tap)
             if rows is not None:
                 if not len(rows):
                     return stream  # its keys and values are in the cache
                 stream, a = stream.take(rows), a.select(rows)
             stream.write(a, Site(self.index, "attn_out"), attention.of_write, attention.of_state)
-            z = stream.read(mlp.of_input)
-            m = self.mlp(z)
+            del a  # the stream has it
+            m = self.mlp(stream.read(mlp.of_input))
             stream.write(m, Site(self.index, "mlp_out"), mlp.of_write, mlp.of_state)
             if torch.is_grad_enabled():
                 stream.settle()  # FSDP takes a layer's parameters away after it, and a pending bias is one

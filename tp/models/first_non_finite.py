@@ -11,8 +11,8 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from tp.layers.embedding import ShardedLogits
 from tp.layers.layout import Layout
+from tp.layers.sharded_logits import ShardedLogits
 from tp.layers.tap import Site, Tap
 from tp.parallel.group import TensorParallelGroup
 
@@ -59,7 +59,7 @@ class FirstNonFinite(Tap):
         self._looked += 1
 
     def look_at_logits(self, logits: ShardedLogits) -> None:
-        self.look(LM_HEAD, logits.local[..., : logits.num_valid])
+        self.look(LM_HEAD, logits.valid)
 
     def on_stream(self, site: Site, value: Tensor, layout: Layout) -> Tensor:
         self.look(describe(site), value)

@@ -50,8 +50,7 @@ def _matrix_of(module: nn.Module) -> nn.Parameter | None:
 def _int8(module: nn.Module, weight: torch.Tensor, block: Block) -> Int8Weight:
     largest = weight.abs().amax(1)
     if isinstance(module, RowParallelLinear):  # this rank has only some columns of each row
-        communicator = module.group.communicator
-        largest = communicator.all_gather(largest.unsqueeze(0), [1] * module.group.size).amax(0)
+        largest = module.group.communicator.all_gather_stacked(largest).amax(0)
     int8 = Int8Weight(weight, largest)
     if weight.is_cpu:
         int8.values = block.empty(weight.shape, torch.int8).copy_(int8.values)

@@ -15,6 +15,7 @@ import sys
 import tempfile
 from pathlib import Path
 
+from tp.cache_directory import cache_directory
 from tp.errors import BuildError, TensorParallelError
 
 SOURCES = Path(__file__).parent / "src"
@@ -23,9 +24,7 @@ FLAGS = ("-O3", "-march=native", "-std=c++17", "-fPIC", "-shared", "-fopenmp", "
 
 def library_path() -> Path:
     """Where the library for these sources and this CPU lies, once it is built."""
-    base = os.environ.get("XDG_CACHE_HOME", "")
-    cache = Path(base if os.path.isabs(base) else os.path.expanduser("~/.cache")) / "tp-decoder" / "native"
-    return cache / f"libtp_native-{_key()}.so"
+    return cache_directory() / "native" / f"libtp_native-{_key()}.so"
 
 
 def build() -> Path:

@@ -62,6 +62,11 @@ def different_collectives(ranks: Sequence[int], announced: Sequence[str]) -> Com
     )
 
 
+def first_refusal(refusals: Sequence[str | None]) -> str | None:
+    """The first that says why, else one that does not ("", where nobody need be told); None where no rank refuses."""
+    return next(filter(None, refusals), "" if "" in refusals else None)
+
+
 def statement_of(prefix: str, fields: Any) -> dict[str, str]:
     """The fields of a dataclass, those of dataclasses in it by themselves."""
     statement: dict[str, str] = {}

@@ -116,6 +116,10 @@ class Communicator(ABC):
         nbytes = sum(sizes) * tensor.shape[1:].numel() * tensor.element_size()
         return self._timed(nbytes, tensor, self._all_gather, sizes)
 
+    def all_gather_stacked(self, tensor: Tensor) -> Tensor:
+        """[size, *shape]: every rank's tensor, in rank order; all have this one's shape."""
+        return self.all_gather(tensor.unsqueeze(0), [1] * self.size)
+
     def reduce_scatter(self, tensor: Tensor, sizes: Sequence[int]) -> Tensor:
         """Sum over ranks of [sum(sizes), ...], of which this rank keeps its sizes[rank] rows."""
         self._check_rows(tensor.shape[0], sum(sizes), "reduce_scatter")

@@ -17,6 +17,7 @@ from typing import Any
 
 from tp.choice import enabled, warn_once
 from tp.native.library import NAME as LIBRARY
+from tp.parallel.agreement import first_refusal
 from tp.parallel.hosts import own_cores, this_host
 from tp.parallel.native_collectives import (
     CLOSED,
@@ -155,14 +156,14 @@ def share_memory(gather: Gather, rank: int, size: int, slot_bytes: int) -> Share
     with ExitStack() as undo:
         offer, file = _offer(rank, size, slot_bytes, undo)
         offers: list[_Offer] = gather(offer)
-        refusal = _told([each.refusal for each in offers])
+        refusal = first_refusal([each.refusal for each in offers])
         if refusal is None and len({each.host for each in offers}) > 1:
             refusal = ""
         if refusal is not None:
             _warn(rank, refusal)
             return None
         segment, refusal = _attached(offers, file, rank, slot_bytes, undo)
-        refusal = _told(gather(refusal))
+        refusal = first_refusal(gather(refusal))
         if refusal is not None:
             _warn(rank, refusal)
             return None
@@ -179,11 +180,6 @@ def _whole_slot(slot_bytes: int, size: int) -> int:
 def _warn(rank: int, refusal: str) -> None:
     if refusal and rank == 0:
         warn_once(NAME, f"collectives go over gloo: {refusal}")
-
-
-def _told(refusals: list[str | None]) -> str | None:
-    """The first refusal that says why, else one that does not; None where nobody refuses."""
-    return next(filter(None, refusals), "" if "" in refusals else None)
 
 
 def _offer(rank: int, size: int, slot_bytes: int, undo: ExitStack) -> tuple[_Offer, int | None]:

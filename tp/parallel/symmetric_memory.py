@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from itertools import chain
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -18,6 +17,7 @@ from torch import Tensor
 
 from tp.choice import enabled, warn_once
 from tp.errors import first_line
+from tp.parallel.agreement import first_refusal
 from tp.parallel.communicator import NativeCommunicator, is_being_captured, pad_rows, sum_in_rank_order
 from tp.parallel.hosts import this_host
 from tp.parallel.partition import chunk_ranges
@@ -227,16 +227,16 @@ def symmetric_or_nccl(process_group: dist.ProcessGroup, device: torch.device | s
         return nccl
     device = torch.empty(0, device=device).device  # with its index, where it was not given
     places: list[_Place] = nccl.all_gather_object(_Place.of(device))
-    refusal = _agreed(nccl, _refusal(places, nccl.rank, device))
+    refusal = first_refusal(nccl.all_gather_object(_refusal(places, nccl.rank, device)))
     buffers = None
     if refusal is None:
         try:
             buffers, failure = _shared_buffers(process_group, device, nccl.rank), None
         except RuntimeError as error:
             failure = first_line(error)
-        refusal = _agreed(nccl, failure)
+        refusal = first_refusal(nccl.all_gather_object(failure))
     if refusal is None and buffers is not None:
-        refusal = _agreed(nccl, _failure_of_a_trial(buffers, device))
+        refusal = first_refusal(nccl.all_gather_object(_failure_of_a_trial(buffers, device)))
     if refusal is None and buffers is not None:
         return SymmetricMemoryCommunicator(process_group, buffers)
     if refusal and nccl.rank == 0:
@@ -272,12 +272,6 @@ def _refusal(places: Sequence[_Place], rank: int, device: torch.device) -> str |
         if index != visible[places[rank].gpu] and not torch.cuda.can_device_access_peer(device, index):
             return f"the GPU of rank {rank} cannot read the memory of rank {peer}'s"
     return None
-
-
-def _agreed(nccl: NativeCommunicator, refusal: str | None) -> str | None:
-    """One refusal for all ranks: the first with a reason, else one without; None where no rank refuses."""
-    refusals = [each for each in nccl.all_gather_object(refusal) if each is not None]
-    return next(chain(filter(None, refusals), refusals), None)
 
 
 def _shared_buffers(process_group: dist.ProcessGroup, device: torch.device, rank: int) -> SymmetricBuffers:

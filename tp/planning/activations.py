@@ -20,9 +20,10 @@ Without gradients nothing is kept. All the time a step holds the stream and its 
     attention    N · (4Q + 3K)          q|k|v, rotated q and k, the kernel's output, joined from that of each sequence
                  + N · (Q + K)          normed q and k, with per-head norms
                  or N · (D + Q + 2K)    where the stream is sharded: the gathered input and q|k|v
-    write        N · (Q + D) + 2·s·D    what the output projection read, the partial sum, the next stream and its norm
-    MLP          N · (Q + 3I)           the first of these still, gate and up, what the down projection reads
-                 or N · (Q + D + 2I)    where the stream is sharded: the gathered input beside gate and up
+    write        N · (Q + D) − s·D      what the output projection read and the partial sum; the norm is gone
+                 or N · D + s·D         the partial sum and the next stream, whose norm is the one that is held
+    MLP          N · 3I                 gate and up, what the down projection reads
+                 or N · (D + 2I)        where the stream is sharded: the gathered input beside gate and up
 
 Copies that kernels and collectives make meanwhile are not counted, nor what norms of the write add, or after it.
 """
@@ -111,9 +112,9 @@ def step_activations(model: RankModel, tokens: int, num_logits: int, *, sharded:
     gathered = width if sharded else 0
     heads = 4 * queries + 3 * keys + (queries + keys if config.qk_norm else 0)
     attention = tokens * max(heads, gathered + queries + 2 * keys)
-    write = tokens * (queries + width) + 2 * own_tokens * width
+    write = tokens * width + max(tokens * queries - own_tokens * width, own_tokens * width)
     up = (2 if config.gated_mlp else 1) * model.parameters.intermediate
-    mlp = tokens * (queries + up + max(gathered, model.parameters.intermediate))
+    mlp = tokens * (up + max(gathered, model.parameters.intermediate))
     held = 2 * own_tokens * width + 2 * tokens * config.head_dim
     logits = num_logits * model.parameters.head.rows * (model.precision.itemsize + 2 * STATISTIC_BYTES)
     return (held + max(attention, write, mlp)) * model.precision.itemsize + logits

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 from tp.parallel import shared_memory, symmetric_memory
@@ -126,12 +125,3 @@ def loss_activations(model: RankModel, device: str, tokens: int) -> int:
         + head.elements * (PARAMETER_BYTES + (itemsize if rounded else 0))
         + max(logits * of_a_logit, 2 * logits * itemsize + added)
     )
-
-
-def largest(fits: Callable[[int], bool], most: int) -> int:
-    """The largest number from 0 to `most` that fits, where all below one that fits do; 0 counts as fitting."""
-    low, high = 0, most
-    while low < high:
-        middle = (low + high + 1) // 2
-        low, high = (middle, high) if fits(middle) else (low, middle - 1)
-    return low

@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from tp.checkpoint.memory import largest
 from tp.config import ModelConfig
+from tp.defaults import PREFILL_CHUNK
 from tp.errors import CapacityError, RequestError
 from tp.generation.decode_graphs import CudaGraph, NativeTape
-from tp.generation.options import PREFILL_CHUNK
 from tp.layers.layout import SHARDED_PREFILL_TOKENS
 from tp.planning.hardware import ANY_DEGREE, Profile
-from tp.planning.memory import RankMemory, largest, serving_memory, training_memory
+from tp.planning.memory import RankMemory, serving_memory, training_memory
 from tp.planning.parameters import RankModel, distinct_ranks, rank_models
 from tp.planning.precision import Precision
 from tp.planning.step_collectives import Collective

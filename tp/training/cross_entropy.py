@@ -11,7 +11,7 @@ rank gathers the others' (max, Σ exp(z − max), z_y, Σ z), one collective of 
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,8 +20,9 @@ from torch.nn import functional
 from tp.errors import LayoutError, RequestError
 from tp.kernels.cross_entropy import shard_gradient, shard_statistics
 from tp.kernels.statistics import statistics_dtype
-from tp.layers.embedding import ParallelLMHead, ShardedLogits
+from tp.layers.embedding import ParallelLMHead
 from tp.layers.handles import Normed, column_parallel_input
+from tp.layers.sharded_logits import ShardedLogits, log_sum_exp
 from tp.parallel.group import TensorParallelGroup
 
 IGNORE_INDEX = -100
@@ -60,11 +61,10 @@ def vocab_parallel_cross_entropy(
     if not isinstance(logits, ShardedLogits):
         raise LayoutError(f"the sharded loss takes ShardedLogits, not a {type(logits).__name__} of whole logits")
     divisor = count or valid_label_count(labels, logits.vocab_size, ignore_index, data_parallel_group)
-    shard = _Shard(logits.group, logits.vocab_start_index, logits.num_valid, logits.vocab_size)
     if labels.shape != logits.local.shape[:-1]:
         raise RequestError(f"labels are {tuple(labels.shape)}, logits {tuple(logits.local.shape)}: one label a row")
     loss: Tensor = _CrossEntropy.apply(  # type: ignore[no-untyped-call]
-        logits.local, labels, shard, ignore_index, label_smoothing
+        logits.local, labels, logits.group, logits.vocab_size, ignore_index, label_smoothing
     )
     return loss / divisor
 
@@ -89,10 +89,10 @@ def chunked_head_cross_entropy(
     if labels.shape != whole.shape[:-1]:
         raise RequestError(f"labels are {tuple(labels.shape)} for states {tuple(whole.shape)}: one label a row")
     divisor = count or valid_label_count(labels, head.vocab_size, ignore_index, data_parallel_group)
-    shard = _Shard(head.group, head.vocab_range.start, len(head.vocab_range), head.vocab_size)
     loss: Tensor = _ChunkedHeadCrossEntropy.apply(  # type: ignore[no-untyped-call]
-        whole, head.weight.to(whole.dtype), labels, shard, ignore_index, label_smoothing, chunk_size
-    )
+        whole, head.weight.to(whole.dtype), labels, head.group, head.vocab_size, ignore_index, label_smoothing,
+        chunk_size,
+    )  # fmt: skip
     return loss / divisor
 
 
@@ -118,49 +118,44 @@ def valid_label_count(
     return max(1, int(counts[0]))
 
 
-class _Shard(NamedTuple):
-    """Which columns of the vocabulary a rank has."""
-
-    group: TensorParallelGroup
-    start: int
-    num_valid: int
-    vocab_size: int
-
-
 def _loss_and_gradient(
-    local: Tensor, labels: Tensor, shard: _Shard, ignore_index: int, smoothing: float
+    logits: ShardedLogits, labels: Tensor, ignore_index: int, smoothing: float
 ) -> tuple[Tensor, Tensor]:
-    """Sum of the losses of these tokens in the statistics dtype, and d(sum)/d(local) in local's.
-
-    Ranks without real columns contribute the dtype's lowest finite value as their maximum, never −inf − −inf.
-    """
-    targets = labels - shard.start
-    own = shard_statistics(local, targets, shard.num_valid)
-    gathered = shard.group.communicator.all_gather(own.unsqueeze(0), [1] * shard.group.size)
-    maxima, sums, target_logits, totals = gathered.unbind(1)
-    top = maxima.amax(0)
-    log_sum = (sums * (maxima - top).exp()).sum(0).log()  # lse − top: small, where lse may be large and coarse
+    """Sum of the losses of these tokens in the statistics dtype, and d(sum)/d(local logits) in theirs."""
+    local, num_valid, vocab_size = logits.local, logits.num_valid, logits.vocab_size
+    targets = labels - logits.vocab_start_index
+    own = shard_statistics(local, targets, num_valid)
+    maxima, sums, at_target, totals = logits.group.communicator.all_gather_stacked(own).unbind(1)
+    top, log_sum = log_sum_exp(maxima, sums)
     valid = labels != ignore_index
-    nll = log_sum - (target_logits.sum(0) - top)
-    smooth = log_sum - (totals.sum(0) / shard.vocab_size - top)
+    nll = log_sum - (at_target.sum(0) - top)
+    smooth = log_sum - (totals.sum(0) / vocab_size - top)
     loss = ((1 - smoothing) * nll + smoothing * smooth).where(valid, 0).sum()
-    gradient = shard_gradient(local, targets, shard.num_valid, top, log_sum, valid, smoothing, shard.vocab_size)
-    return loss, gradient
+    return loss, shard_gradient(local, targets, num_valid, top, log_sum, valid, smoothing, vocab_size)
 
 
 class _CrossEntropy(torch.autograd.Function):
     """Sum of the losses; the gradient of the logits is made in the forward and scaled in the backward."""
 
     @staticmethod
-    def forward(ctx: Any, local: Tensor, labels: Tensor, shard: _Shard, ignore_index: int, smoothing: float) -> Tensor:
-        loss, gradient = _loss_and_gradient(local, labels, shard, ignore_index, smoothing)
+    def forward(
+        ctx: Any,
+        local: Tensor,
+        labels: Tensor,
+        group: TensorParallelGroup,
+        vocab_size: int,
+        ignore_index: int,
+        smoothing: float,
+    ) -> Tensor:
+        logits = ShardedLogits(local, group, vocab_size)
+        loss, gradient = _loss_and_gradient(logits, labels, ignore_index, smoothing)
         ctx.save_for_backward(gradient)
         return loss
 
     @staticmethod
     def backward(ctx: Any, d_loss: Tensor) -> tuple[Tensor | None, ...]:
         (gradient,) = ctx.saved_tensors
-        return gradient * d_loss.to(gradient.dtype), None, None, None, None
+        return gradient * d_loss.to(gradient.dtype), None, None, None, None, None
 
 
 class _ChunkedHeadCrossEntropy(torch.autograd.Function):
@@ -172,7 +167,8 @@ class _ChunkedHeadCrossEntropy(torch.autograd.Function):
         x: Tensor,
         weight: Tensor,
         labels: Tensor,
-        shard: _Shard,
+        group: TensorParallelGroup,
+        vocab_size: int,
         ignore_index: int,
         smoothing: float,
         chunk_size: int,
@@ -183,8 +179,8 @@ class _ChunkedHeadCrossEntropy(torch.autograd.Function):
         total = x.new_zeros((), dtype=wide)
         for start in range(0, len(x), chunk_size):
             rows = slice(start, start + chunk_size)
-            logits = functional.linear(x[rows], weight)
-            loss, gradient = _loss_and_gradient(logits, labels[rows], shard, ignore_index, smoothing)
+            logits = ShardedLogits(functional.linear(x[rows], weight), group, vocab_size)
+            loss, gradient = _loss_and_gradient(logits, labels[rows], ignore_index, smoothing)
             d_x[rows] = gradient @ weight
             d_weight += gradient.T @ x[rows]
             total += loss
@@ -193,5 +189,5 @@ class _ChunkedHeadCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, d_loss: Tensor) -> tuple[Tensor | None, ...]:
-        d_x, d_weight = ctx.saved_tensors
-        return d_x * d_loss.to(d_x.dtype), d_weight * d_loss.to(d_weight.dtype), None, None, None, None, None
+        d_x, d_weight = (gradient * d_loss.to(gradient.dtype) for gradient in ctx.saved_tensors)
+        return d_x, d_weight, None, None, None, None, None, None

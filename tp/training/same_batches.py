@@ -20,8 +20,8 @@ def check_same_batches(micro_batches: Sequence[TrainingBatch], group: TensorPara
     """
     if group.size == 1:
         return
-    own = torch.tensor([[len(micro_batches), _digest(micro_batches)]], device=group.device)
-    gathered = group.communicator.all_gather(own, [1] * group.size).tolist()
+    own = torch.tensor([len(micro_batches), _digest(micro_batches)], device=group.device)
+    gathered = group.communicator.all_gather_stacked(own).tolist()
     statements = [
         {"the number of micro-batches": str(count), "the tokens of the micro-batches": f"digest {digest:08x}"}
         for count, digest in gathered

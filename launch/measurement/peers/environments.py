@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from launch import ROOT
 from launch.measurement.errors import ContestantError
-from launch.ranks import ROOT
 
 HOME = ROOT / ".peers"
 

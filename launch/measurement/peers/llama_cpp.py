@@ -16,13 +16,12 @@ from launch.measurement.peers.environments import HOME, interpreter
 from launch.measurement.peers.task import Task, arguments_of_module
 from launch.measurement.requests import DecodeAnswer, DecodeRequest
 from launch.measurement.serving import Line, TokenClock, serve
+from tp.defaults import PREFILL_CHUNK
 
 NAME = "llama_cpp"
 MODULE = "launch.measurement.peers.llama_cpp"
 FILE_TYPES = {"float32": 0, "float16": 1, "bfloat16": 32}
 """What `llama_model_quantize` calls the dtypes."""
-STEP_TOKENS = 512
-"""Prompt tokens that one call processes, as in our own engine."""
 
 
 def contestant(task: Task, processes: int, threads: int) -> Contestant:
@@ -96,7 +95,7 @@ def _context(arguments: Namespace, model: Any) -> Any:
     options = llama_cpp.llama_context_default_params()
     options.n_seq_max = arguments.most_sequences
     options.n_ctx = arguments.most_sequences * (arguments.most_tokens + 256)  # it rounds the share of each up
-    options.n_batch = options.n_ubatch = STEP_TOKENS
+    options.n_batch = options.n_ubatch = PREFILL_CHUNK
     options.n_threads = options.n_threads_batch = arguments.threads
     context = llama_cpp.llama_init_from_model(model, options)
     if not context:
@@ -108,7 +107,7 @@ def _decode(context: Any, vocab_size: int, request: DecodeRequest) -> DecodeAnsw
     import llama_cpp
 
     llama_cpp.llama_memory_clear(llama_cpp.llama_get_memory(context), True)
-    batch = llama_cpp.llama_batch_init(STEP_TOKENS, 0, 1)
+    batch = llama_cpp.llama_batch_init(PREFILL_CHUNK, 0, 1)
     clock = TokenClock(request.batch)
     try:
         latest = _prefill(context, batch, vocab_size, request)
@@ -133,8 +132,8 @@ def _prefill(context: Any, batch: Any, vocab_size: int, request: DecodeRequest) 
         for position, token in enumerate(ids)
     ]
     first = []
-    for start in range(0, len(entries), STEP_TOKENS):
-        step = entries[start : start + STEP_TOKENS]
+    for start in range(0, len(entries), PREFILL_CHUNK):
+        step = entries[start : start + PREFILL_CHUNK]
         _fill(batch, step)
         _run(context, batch)
         first += [_likeliest(context, at, vocab_size) for at, (_, _, _, wanted) in enumerate(step) if wanted]

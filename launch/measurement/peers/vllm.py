@@ -14,14 +14,12 @@ from launch.measurement.peers.environments import HOME, interpreter
 from launch.measurement.peers.task import Task, arguments_of_module
 from launch.measurement.requests import DecodeAnswer, DecodeRequest
 from launch.measurement.serving import Line, TokenClock, serve
+from tp.defaults import PREFILL_CHUNK
 
 NAME = "vllm"
 MODULE = "launch.measurement.peers.vllm"
 CACHE_GIB = 1
 """Room of its KV cache for each worker: thousands of tokens of a small model."""
-MOST_STEP_TOKENS = 512
-"""Prompt tokens that one step processes, as in our own engine. Its warm-up takes a whole step, which at its default
-of 4096 can take minutes on a CPU without instructions for bfloat16."""
 
 
 def contestant(task: Task, processes: int, threads: int) -> Contestant:
@@ -83,7 +81,8 @@ def _load(arguments: Namespace) -> tuple[Callable[[DecodeRequest], DecodeAnswer]
         tensor_parallel_size=arguments.processes,
         max_model_len=arguments.most_tokens,
         max_num_seqs=arguments.most_sequences,
-        max_num_batched_tokens=min(MOST_STEP_TOKENS, arguments.most_sequences * arguments.most_tokens),
+        # At its default of 4096 the warm-up can take minutes on a CPU without instructions for bfloat16.
+        max_num_batched_tokens=min(PREFILL_CHUNK, arguments.most_sequences * arguments.most_tokens),
         enable_prefix_caching=False,  # the same prompt comes again in every round
         generation_config="vllm",  # without the checkpoint's penalties
         skip_tokenizer_init=True,

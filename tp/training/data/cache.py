@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import shutil
 import tempfile
 import warnings
@@ -12,6 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from tp.cache_directory import cache_directory
 from tp.checkpoint.together import work_together
 from tp.errors import CapacityError, RequestError
 from tp.parallel.group import TensorParallelGroup
@@ -26,9 +26,8 @@ _HASH_BYTES = 1 << 20
 
 
 def default_cache_directory() -> Path:
-    """Where tokenized datasets are kept: $XDG_CACHE_HOME/tp-decoder/tokenized, else beneath ~/.cache."""
-    base = os.environ.get("XDG_CACHE_HOME", "")
-    return Path(base if os.path.isabs(base) else os.path.expanduser("~/.cache")) / "tp-decoder" / "tokenized"
+    """Where tokenized datasets are kept."""
+    return cache_directory() / "tokenized"
 
 
 def tokenize_files(

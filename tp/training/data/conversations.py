@@ -45,7 +45,7 @@ def encode_conversation(
 
 def _marked_by_template(tokenizer: Any, conversation: Conversation) -> tuple[list[int], list[bool]]:
     """What the template's own {% generation %} blocks enclose."""
-    with _place_told(conversation):
+    with _naming_the_place(conversation):
         text, marks = render_with_marks(tokenizer, conversation.messages)
     encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
     marked = bytearray(len(text))
@@ -81,12 +81,12 @@ def _turn_by_turn(
 
 
 def _rendered(tokenizer: Any, conversation: Conversation, count: int, *, add_generation_prompt: bool = False) -> str:
-    with _place_told(conversation):
+    with _naming_the_place(conversation):
         return render(tokenizer, conversation.messages[:count], add_generation_prompt=add_generation_prompt)
 
 
 @contextmanager
-def _place_told(conversation: Conversation) -> Iterator[None]:
+def _naming_the_place(conversation: Conversation) -> Iterator[None]:
     try:
         yield
     except RequestError as error:

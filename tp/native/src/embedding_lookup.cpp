@@ -21,8 +21,8 @@ void for_each_row(const int64_t* indices, int64_t count, int64_t first, int64_t 
 }
 
 template <typename T>
-void look_up_rows_int8(const int8_t* values, const float* scales, int64_t columns, int64_t rows,
-                       const int64_t* indices, int64_t first, int64_t count, T* to) {
+void embedding_lookup_int8(const int8_t* values, const float* scales, int64_t columns, int64_t rows,
+                           const int64_t* indices, int64_t first, int64_t count, T* to) {
   for_each_row(
       indices, count, first, rows,
       [&](int64_t row, int64_t i) {
@@ -36,17 +36,17 @@ void look_up_rows_int8(const int8_t* values, const float* scales, int64_t column
 }  // namespace tp
 
 // Row i of `to` is row indices[i] - first of the table, which has `rows` rows.
-#define TP_LOOK_UP_ROWS_INT8(NAME, T)                                                                            \
-  int NAME(const int8_t* values, const float* scales, int64_t columns, int64_t rows, const int64_t* indices,    \
-           int64_t first, int64_t count, T* to) {                                                               \
-    return tp::perform(                                                                                         \
-        [=] { return tp::look_up_rows_int8(values, scales, columns, rows, indices, first, count, to), 0; });    \
+#define TP_EMBEDDING_LOOKUP_INT8(NAME, T)                                                                        \
+  int NAME(const int8_t* values, const float* scales, int64_t columns, int64_t rows, const int64_t* indices,     \
+           int64_t first, int64_t count, T* to) {                                                                \
+    return tp::perform(                                                                                          \
+        [=] { return tp::embedding_lookup_int8(values, scales, columns, rows, indices, first, count, to), 0; }); \
   }
 
 extern "C" {
 
-int tp_look_up_rows(const char* table, int64_t row_bytes, int64_t rows, const int64_t* indices, int64_t first,
-                    int64_t count, char* to) {
+int tp_embedding_lookup(const char* table, int64_t row_bytes, int64_t rows, const int64_t* indices, int64_t first,
+                        int64_t count, char* to) {
   return tp::perform([=] {
     tp::for_each_row(
         indices, count, first, rows,
@@ -56,7 +56,7 @@ int tp_look_up_rows(const char* table, int64_t row_bytes, int64_t rows, const in
   });
 }
 
-TP_LOOK_UP_ROWS_INT8(tp_look_up_rows_int8_bfloat16, tp::BFloat16)
-TP_LOOK_UP_ROWS_INT8(tp_look_up_rows_int8_float32, float)
+TP_EMBEDDING_LOOKUP_INT8(tp_embedding_lookup_int8_bfloat16, tp::BFloat16)
+TP_EMBEDDING_LOOKUP_INT8(tp_embedding_lookup_int8_float32, float)
 
 }  // extern "C"

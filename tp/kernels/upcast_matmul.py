@@ -9,7 +9,7 @@ from torch import Tensor
 
 from tp.choice import enabled
 
-NAME = "widening"
+NAME = "upcast_matmul"
 """For `tp.choice`."""
 
 

@@ -12,6 +12,8 @@ import signal
 from pathlib import Path
 
 PROC = Path("/proc")
+STARTED = 19
+"""Where `status_of` has the time of a process's start, in clock ticks since boot."""
 
 
 class ProcessTree:
@@ -23,15 +25,14 @@ class ProcessTree:
 
     def __init__(self, root: int) -> None:
         self.root = root
-        self._members: dict[int, str] = {}  # by id, the time at which it started
+        self._root_started = _start_of(root)
+        self._members = {root: self._root_started}  # by id, the time at which it started
         self.refresh()
 
     def refresh(self) -> None:
         """Notes who descends from those known. Whoever was noted once belongs to it, even when its parent has gone."""
         table = _processes()
         alive = {pid: started for pid, started in self._members.items() if table.get(pid, (0, ""))[1] == started}
-        if self.root in table and not self._members:
-            alive[self.root] = table[self.root][1]
         children: dict[int, list[int]] = {}
         for pid, (parent, _) in table.items():
             children.setdefault(parent, []).append(pid)
@@ -56,7 +57,7 @@ class ProcessTree:
                 _signal(pid, signal.SIGSTOP)
                 stopped.add(pid)
         if not stopped:
-            _signal_group(self.root, signal.SIGSTOP)
+            self._signal_group(signal.SIGSTOP)
 
     def resume(self) -> None:
         """Lets all go on, children first."""
@@ -64,32 +65,45 @@ class ProcessTree:
         for pid in reversed(members):
             _signal(pid, signal.SIGCONT)
         if not members:
-            _signal_group(self.root, signal.SIGCONT)
+            self._signal_group(signal.SIGCONT)
 
     def end(self) -> None:
         """Kills all, at once: nobody gets to see that another has gone, and nobody is forgotten."""
         self.stop()
         for pid in self._members:
             _signal(pid, signal.SIGKILL)
-        _signal_group(self.root, signal.SIGKILL)
+        self._signal_group(signal.SIGKILL)
+
+    def _signal_group(self, number: signal.Signals) -> None:
+        """To the group that the root leads, or led: until that is empty, no other process gets the root's number."""
+        if _start_of(self.root) in ("", self._root_started):
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(self.root, number)
+
+
+def status_of(process_id: int) -> list[str]:
+    """What Linux tells of a process after its name, see proc_pid_stat(5); nothing of one that has gone."""
+    try:
+        return (PROC / str(process_id) / "stat").read_text(errors="replace").rpartition(")")[2].split()
+    except OSError:
+        return []
+
+
+def _start_of(process_id: int) -> str:
+    fields = status_of(process_id)
+    return fields[STARTED] if fields else ""
 
 
 def _processes() -> dict[int, tuple[int, str]]:
-    """By id of each process that has not ended: its parent, and its start in clock ticks since boot."""
+    """By id of each process that has not ended: its parent, and the time at which it started."""
     found = {}
-    for entry in PROC.glob("[0-9]*") if PROC.is_dir() else ():
-        with contextlib.suppress(OSError, IndexError):
-            fields = (entry / "stat").read_text(errors="replace").rpartition(")")[2].split()
-            if fields[0] not in "ZX":
-                found[int(entry.name)] = (int(fields[1]), fields[19])
+    for entry in PROC.glob("[0-9]*"):
+        fields = status_of(int(entry.name))
+        if fields and fields[0] not in "ZX":
+            found[int(entry.name)] = (int(fields[1]), fields[STARTED])
     return found
 
 
 def _signal(pid: int, number: signal.Signals) -> None:
     with contextlib.suppress(ProcessLookupError):
         os.kill(pid, number)
-
-
-def _signal_group(leader: int, number: signal.Signals) -> None:
-    with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.killpg(leader, number)
