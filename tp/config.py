@@ -29,6 +29,8 @@ LARGEST: Mapping[str, int] = {
 """Of what is gone through one by one, or takes memory before it is known what fits."""
 LARGEST_MATRIX = 2**48
 """Elements; their bytes can be counted in 64 bits, with room to add matrices up."""
+SMALLEST_ROPE_SETTING = 1e-30
+"""Its inverse is finite, also in float32, and so is the logarithm of that."""
 ACTIVATIONS = ("silu", "gelu", "gelu_pytorch_tanh", "relu")
 NORMS = ("rms_norm", "layer_norm")
 NORM_PLACEMENTS = ("pre", "post", "sandwich")
@@ -102,6 +104,9 @@ class RopeConfig:
     def _check(self) -> None:
         positive = {name: value for name, value in asdict(self).items() if name not in ("rope_type", "truncate")}
         _check_positive("rope_parameters.", **positive)
+        for name, value in positive.items():
+            if value is not None and value < SMALLEST_ROPE_SETTING:
+                raise ConfigError(f"rope_parameters.{name} is {value!r}: it must be at least {SMALLEST_ROPE_SETTING:g}")
         if self.original_max_position_embeddings is not None:
             _check_counts("rope_parameters.", original_max_position_embeddings=self.original_max_position_embeddings)
         if self.rope_theta < 1:
