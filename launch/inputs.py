@@ -14,8 +14,8 @@ from launch.arguments import token_ids
 from launch.ranks import STANDARD_INPUT
 from tp.errors import RequestError
 
-LONGEST_BYTES = 2**26
-"""Of a file or of standard input: above what any context holds. What has no end is not read to it."""
+LONGEST_BYTES = 2**24
+"""Of a file or of standard input: above a million tokens of text. What has no end is not read to it."""
 
 
 @dataclass(frozen=True)

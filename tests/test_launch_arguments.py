@@ -159,7 +159,7 @@ def test_a_prompt_file_is_read_once(
         assert inputs.of(arguments) == ["a\n"]
     monkeypatch.delenv(ranks.STANDARD_INPUT)
     status, said = complaint(capsys, *argv[:-1], "/dev/zero")
-    assert status == 2 and said.startswith("--prompt-file /dev/zero has more than 67108864 bytes")
+    assert status == 2 and said.startswith("--prompt-file /dev/zero has more than 16777216 bytes")
     (tmp_path / "bytes").write_bytes(b"\xff")
     status, said = complaint(capsys, *argv[:-1], tmp_path / "bytes")
     assert status == 2 and said == f"--prompt-file {tmp_path / 'bytes'} is not UTF-8 text"
