@@ -13,7 +13,7 @@ from launch.arguments import Parser
 from launch.rank_process import as_rank, is_rank, leave, mute_unless_first
 from launch.terminal import Terminal, open_closed_streams
 from tp.choice import disabled
-from tp.errors import RankFailedError, TensorParallelError
+from tp.errors import RankFailedError, RequestError, TensorParallelError
 
 DESCRIPTION = "Runs a language model split over any number of ranks: the same text at every degree."
 EPILOG = """\
@@ -72,7 +72,12 @@ def _execute(argv: list[str]) -> int:
     arguments = build_parser().parse_args(argv)
     arguments.argv = argv
     disabled()  # refuses a mistyped name, whichever the command
-    status: int = arguments.execute(arguments)
+    try:
+        status: int = arguments.execute(arguments)
+    except OSError as error:
+        if error.filename is None:  # of no place: a pipe that nobody reads, no memory
+            raise
+        raise RequestError(f"{error.filename} cannot be used: {error.strerror}") from error
     return status
 
 

@@ -8,10 +8,14 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import BinaryIO
 
 from launch.arguments import token_ids
 from launch.ranks import STANDARD_INPUT
 from tp.errors import RequestError
+
+LONGEST_BYTES = 2**24
+"""Of a file or of standard input: above a million tokens of text. What has no end is not read to it."""
 
 
 @dataclass(frozen=True)
@@ -97,13 +101,21 @@ def _read(arguments: argparse.Namespace) -> str:
     try:
         if arguments.text_file is not None:
             name = f"{arguments.input_names.file} {arguments.text_file}"
-            text = Path(arguments.text_file).read_bytes().decode()
+            with open(arguments.text_file, "rb") as file:
+                text = _text_of(file, name)
         elif sys.stdin.isatty():
             raise RequestError(f"nothing to work on: give one of {arguments.input_names}, or text on standard input")
         else:
-            text = sys.stdin.buffer.read().decode()
+            text = _text_of(sys.stdin.buffer, name)
     except UnicodeDecodeError as error:
         raise RequestError(f"{name} is not UTF-8 text") from error
     except OSError as error:
         raise RequestError(f"{name} cannot be read: {error.strerror}") from error
     return text.removesuffix("\n")
+
+
+def _text_of(file: BinaryIO, name: str) -> str:
+    content = file.read(LONGEST_BYTES + 1)
+    if len(content) > LONGEST_BYTES:
+        raise RequestError(f"{name} has more than {LONGEST_BYTES} bytes, which no model's context holds")
+    return content.decode()

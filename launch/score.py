@@ -13,6 +13,7 @@ from launch.arguments import add_layout_option, add_model_options, add_output_op
 from launch.generate import load_model
 from launch.model_command import ModelCommand, execute
 from launch.terminal import Terminal
+from tp.checkpoint.tokenizer import as_checkpoint_error
 from tp.errors import RequestError
 
 if TYPE_CHECKING:
@@ -92,4 +93,7 @@ def _lines(name: str, model: LanguageModel, scored: Score) -> str:
 def _tokens(model: LanguageModel, scored: Score) -> list[str] | None:
     """The text of each token alone; None without a tokenizer."""
     tokenizer = model.tokenizer
-    return None if tokenizer is None else [tokenizer.decode([token_id]) for token_id in scored.token_ids]
+    if tokenizer is None:
+        return None
+    with as_checkpoint_error("the model's tokenizer fails on the text's tokens"):
+        return [tokenizer.decode([token_id]) for token_id in scored.token_ids]

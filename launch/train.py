@@ -12,6 +12,7 @@ from launch.arguments import (
     check_ranks,
     place,
     positive,
+    seconds,
 )
 from launch.rank_process import is_rank, rank_terminal, world_size
 from launch.terminal import Terminal
@@ -114,4 +115,4 @@ def _add_run_options(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--save-every", type=positive, default=0, metavar="N", help="steps (default: at the end)")
     group.add_argument("--keep", type=positive, default=0, metavar="N", help="newest checkpoints (default: all)")
     group.add_argument("--log-every", type=positive, default=1, metavar="N", help="steps a line of metrics.jsonl")
-    group.add_argument("--grace", type=float, default=30.0, metavar="S", help="seconds to save after SIGTERM (30)")
+    group.add_argument("--grace", type=seconds, default=30.0, metavar="S", help="seconds to save after SIGTERM (30)")

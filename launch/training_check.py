@@ -24,8 +24,6 @@ def check(arguments: argparse.Namespace) -> None:
     micro_batch_size(arguments, recipe)
     _check_model(arguments, recipe, resumes=saved is not None)
     _check_data(arguments, recipe)
-    if arguments.grace <= 0:
-        raise RequestError(f"--grace {arguments.grace:g} leaves no time to save: give it seconds")
 
 
 def saved_run(arguments: argparse.Namespace) -> Mapping[str, Any] | None:

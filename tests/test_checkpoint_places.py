@@ -93,6 +93,7 @@ def test_an_index_that_names_the_wrong_file_of_a_tensor(tmp_path: Path) -> None:
         "a\\b.safetensors",
         3,
         "x" * 300 + ".safetensors",
+        "é" * 200 + ".safetensors",
     ],
 )
 def test_an_index_that_points_out_of_its_directory(tmp_path: Path, name: object) -> None:

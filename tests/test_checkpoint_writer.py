@@ -107,6 +107,18 @@ def test_ends_of_sequence_and_tokenizer_are_saved(tmp_path: Path) -> None:
     assert open_checkpoint(tmp_path / "plain", ALONE).generation_eos_token_ids == (5,)
 
 
+def test_a_tokenizer_that_cannot_be_saved_is_a_typed_error(tmp_path: Path) -> None:
+    class Tokenizer:
+        def save_pretrained(self, directory: str) -> None:
+            raise TypeError("write() argument must be str, not int")  # of a chat template that is no text
+
+    config = make_config()
+    source = write_directory(tmp_path / "original", config, make_tensors(config))
+    with pytest.raises(CheckpointError, match="cannot be written: the tokenizer: write.. argument must be str"):
+        reload_and_save(source, tmp_path / "saved", 2, tokenizer=Tokenizer())
+    assert list(tmp_path.iterdir()) == [source]
+
+
 def initialise_and_save(group: TensorParallelGroup, config: ModelConfig, target: Path) -> tuple[int, int]:
     """Bytes that this rank holds of Hub tensors, and that went through collectives."""
     model = CausalLM(config, group, dtype=torch.bfloat16)

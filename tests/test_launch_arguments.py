@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import json
 import os
@@ -157,9 +158,23 @@ def test_a_prompt_file_is_read_once(
         inputs.check(arguments)
         assert inputs.of(arguments) == ["a\n"]
     monkeypatch.delenv(ranks.STANDARD_INPUT)
+    status, said = complaint(capsys, *argv[:-1], "/dev/zero")
+    assert status == 2 and said.startswith("--prompt-file /dev/zero has more than 16777216 bytes")
     (tmp_path / "bytes").write_bytes(b"\xff")
     status, said = complaint(capsys, *argv[:-1], tmp_path / "bytes")
     assert status == 2 and said == f"--prompt-file {tmp_path / 'bytes'} is not UTF-8 text"
+
+
+def test_a_place_that_cannot_be_looked_at_is_told_in_a_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As in a directory of somebody else's; pathlib raises when asked what is there."""
+
+    def refuse() -> None:
+        raise PermissionError(errno.EACCES, "Permission denied", "/secret/config.json")
+
+    monkeypatch.setattr(info, "gather", refuse)
+    assert complaint(capsys, "info") == (2, "/secret/config.json cannot be used: Permission denied")
 
 
 def test_the_launchers_ranks_decide_the_degree(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,6 +16,7 @@ import json
 import os
 import pickle
 import resource
+import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -34,6 +35,7 @@ from tiny_models import ROPE_PARAMETERS, hub_config
 from launch import ranks
 from launch.__main__ import main
 from tp.checkpoint import open_checkpoint
+from tp.checkpoint.directory import generation_eos_token_ids
 from tp.checkpoint.gguf_header import GgufHeader
 from tp.checkpoint.gguf_source import GgufSource
 from tp.checkpoint.safetensors_source import SafetensorsSource
@@ -130,6 +132,7 @@ def test_a_pipe_in_a_files_place_is_not_waited_for(tmp_path: Path, name: str) ->
         ("[" * 10**5, "too deep to be read"),
         ('{"model_type": ' + "[" * 40 + "]" * 40 + "}", "more than 32 deep"),
         ('{"hidden_size": 2, "hidden_size": 4}', "'hidden_size' is there twice"),
+        ('{"hidden_size": [' + "[]," * 2**21 + "[]]}", "more than 2097152 values"),
         (None, "JSON of more than 100000000 is not read"),
     ],
 )
@@ -166,6 +169,10 @@ def test_json_that_is_no_configuration(tmp_path: Path, content: str | None, mess
         ({"rope_parameters": ROPE_PARAMETERS["yarn"] | {"truncate": "no"}}, "truncate is 'no'"),
         ({"rope_parameters": ROPE_PARAMETERS["yarn"] | {"factor": float("inf")}}, "factor is inf"),
         ({"rope_parameters": ROPE_PARAMETERS["yarn"] | {"beta_fast": -3}}, "beta_fast is -3.0: it must be a positive"),
+        (
+            {"rope_parameters": ROPE_PARAMETERS["yarn"] | {"beta_fast": 5e-324}},
+            "beta_fast is 5e-324: it must be at least",
+        ),
         ({"rope_parameters": ROPE_PARAMETERS["llama3"] | {"low_freq_factor": 4.0}}, "not below high_freq_factor"),
         ({"rope_parameters": ROPE_PARAMETERS["linear"] | {"rope_theta": 1e-320}}, "must be at least 1"),
         ({"rope_parameters": ROPE_PARAMETERS["dynamic"], "head_dim": 2}, "divides by head_dim - 2"),
@@ -175,6 +182,13 @@ def test_json_that_is_no_configuration(tmp_path: Path, content: str | None, mess
 def test_configurations(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         ModelConfig.from_hf(hub_config("llama", **changes))
+
+
+@pytest.mark.parametrize("value", ["1", 1.0, True, -1, [[1]], 2**31, 10**30])
+def test_ids_that_end_a_sequence(tmp_path: Path, value: Any) -> None:
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": value}))
+    with pytest.raises(CheckpointError, match="neither a token id nor a list of them"):
+        generation_eos_token_ids(tmp_path)
 
 
 # GGUF.
@@ -422,6 +436,49 @@ def test_rows_of_results(tmp_path: Path, value: Any) -> None:
 # Tokenizers and their templates.
 
 
+@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "merges.txt"])
+@pytest.mark.usefixtures("at_once")
+def test_no_file_of_a_tokenizer_is_read_without_end(tmp_path: Path, name: str) -> None:
+    from tp.checkpoint.tokenizer import tokenizer_of_directory
+
+    (tmp_path / "tokenizer.json").write_text("{}")
+    (tmp_path / name).unlink(missing_ok=True)
+    os.mkfifo(tmp_path / name)
+    with pytest.raises(CheckpointError, match=f"{name} cannot be read: it is not a regular file"):
+        tokenizer_of_directory(tmp_path)
+    (tmp_path / name).unlink()
+    (tmp_path / name).touch()
+    os.truncate(tmp_path / name, 2**40)
+    with pytest.raises(CheckpointError, match=f"{name} has 1099511627776 bytes: of a tokenizer"):
+        tokenizer_of_directory(tmp_path)
+
+
+def test_a_tokenizer_that_fails_is_a_typed_error() -> None:
+    """By an exception, or by a panic of the library, as of a regular expression that gives up on many an "a"."""
+    from tokenizers import Regex, Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    from tp.generation import LanguageModel
+    from tp.generation.chat import conversation, encode_chat
+    from tp.generation.request import encode_prompts
+    from tp.training.data.documents import PlainText
+    from tp.training.data.encoding import DocumentEncoder
+
+    panics = Tokenizer(models.BPE(vocab={"a": 0}, merges=[]))
+    panics.pre_tokenizer = pre_tokenizers.Split(Regex("(a+)+$"), "isolated")
+    knows_one_word = Tokenizer(models.WordLevel(vocab={"a": 0}, unk_token="[UNK]"))
+    model = LanguageModel(make_config(num_layers=1), device="meta")
+    for backend in (panics, knows_one_word):
+        model.tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend)
+        with pytest.raises(CheckpointError, match="the model's tokenizer fails on prompt 0: "):
+            encode_prompts(model, ["a" * 30 + "b"])
+    model.tokenizer.chat_template = "{{ messages[0].content }}"
+    with pytest.raises(CheckpointError, match="the model's tokenizer fails on this conversation: "):
+        encode_chat(model.tokenizer, conversation("b"))
+    with pytest.raises(CheckpointError, match="the model's tokenizer fails on a text from data.txt, line 3 on: "):
+        DocumentEncoder(model.tokenizer, [5]).encode(PlainText("b", "data.txt, line 3"))
+
+
 @pytest.mark.parametrize(
     "template, message",
     [
@@ -451,6 +508,23 @@ def test_a_chat_template_has_limits(template: str, message: str, monkeypatch: py
     with pytest.raises(RequestError, match=message):
         chat_template.render(tokenizer, conversation("a"))
     assert resource.getrlimit(resource.RLIMIT_AS) == before
+
+
+def test_a_single_long_step_of_a_template_is_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    from tokenizers import Tokenizer, models
+    from transformers import PreTrainedTokenizerFast
+
+    from tp import chat_template
+    from tp.generation.chat import conversation
+
+    monkeypatch.setattr(chat_template, "SECONDS", 0.3)
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.BPE(vocab={"a": 0}, merges=[])))
+    tokenizer.chat_template = "{% set x = (messages[0].content * 4000000) | int(base=16) %}{{ x * x > 0 }}"
+    handler, began = signal.getsignal(signal.SIGALRM), time.perf_counter()
+    with pytest.raises(RequestError, match="takes more than 0.3 s"):
+        chat_template.render(tokenizer, conversation("f"))
+    assert time.perf_counter() - began < 3
+    assert signal.getsignal(signal.SIGALRM) is handler and signal.getitimer(signal.ITIMER_REAL) == (0.0, 0.0)
 
 
 class SlowTemplate:

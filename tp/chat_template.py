@@ -3,15 +3,16 @@
 transformers runs it in jinja's sandbox, which keeps it to its own values. What that leaves are loops without end and
 strings without bound: here a template has `SECONDS` and `FREE_BYTES`.
 
-The time is looked at between steps of Python. A single step is bounded by the memory alone: powers, the quickest way to
-numbers of millions of digits, are refused, but a template that makes such numbers by products can still take long over
-one of them.
+The time is looked at between steps of Python; within one, such as a product of numbers of millions of digits, by an
+alarm, where the template runs on the main thread. A step that hears no signals is bounded by the memory alone: powers,
+which take longest, are refused.
 """
 
 from __future__ import annotations
 
 import functools
 import resource
+import signal
 import sys
 import threading
 import time
@@ -69,7 +70,7 @@ def _limited(tokenizer: Any) -> Iterator[None]:
     try:
         if _computes_powers(tokenizer.get_chat_template()):
             raise ValueError("it computes powers, which no template needs")
-        with _one_at_a_time, _limits():
+        with _one_at_a_time, _alarm(), _limits():
             yield
     except Exception as error:  # besides refusing, it may divide by zero
         raise RequestError(f"the model's chat template refuses these messages: {first_line(error)}") from error
@@ -95,6 +96,25 @@ def _computes_powers(template: str) -> bool:
         if kind != "whitespace":
             before = value
     return False
+
+
+@contextmanager
+def _alarm() -> Iterator[None]:
+    """Ends a single long step after `SECONDS`; only the main thread hears it. Somebody else's alarm is left alone."""
+    if threading.current_thread() is not threading.main_thread() or any(signal.getitimer(signal.ITIMER_REAL)):
+        yield
+        return
+
+    def ring(number: int, frame: FrameType | None) -> None:
+        raise TimeoutError(f"it takes more than {SECONDS:g} s")
+
+    before = signal.signal(signal.SIGALRM, ring)
+    signal.setitimer(signal.ITIMER_REAL, SECONDS)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
 
 
 @contextmanager

@@ -17,6 +17,8 @@ T = TypeVar("T")
 LARGEST_BYTES = 100_000_000
 """Of a file, or of a header, of JSON; the largest real ones, indexes and headers of thousands of tensors, have a few
 million."""
+MOST_VALUES = 2**21
+"""Of a text of JSON, by its commas and brackets; as objects of Python each takes up to a hundred times its bytes."""
 DEEPEST = 32
 """Lists and objects within each other; real ones have five."""
 LARGEST_INTEGER = 2**63
@@ -47,11 +49,13 @@ def parse(text: str | bytes) -> Any:
     """The value of a JSON text.
 
     Raises:
-        ValueError: it is not JSON in UTF-8, nested deeper than `DEEPEST`, or an object has two values of one
-            name, of which readers take either.
+        ValueError: it is not JSON in UTF-8, has more than `MOST_VALUES` values, is nested deeper than `DEEPEST`, or an
+            object has two values of one name, of which readers take either.
     """
     try:
         text = text if isinstance(text, str) else text.decode()
+        if sum(map(text.count, ",[{")) > MOST_VALUES:
+            raise ValueError(f"more than {MOST_VALUES} values")
         content = json.loads(text, object_pairs_hook=_with_names_once, parse_constant=_no_number)
     except RecursionError as error:
         raise ValueError("lists within lists, too deep to be read") from error

@@ -18,6 +18,8 @@ ROPE_TYPES: Mapping[str, tuple[str, ...]] = {
     "yarn": ("factor", "original_max_position_embeddings"),
 }
 """With the settings that each cannot be without."""
+SMALLEST_SETTING = 1e-30
+"""Its inverse is finite, also in float32, and so is the logarithm of that."""
 
 
 @dataclass(frozen=True)
@@ -74,6 +76,9 @@ class RopeConfig:
     def _check(self) -> None:
         positive = {name: value for name, value in asdict(self).items() if name not in ("rope_type", "truncate")}
         check_positive("rope_parameters.", **positive)
+        for name, value in positive.items():
+            if value is not None and value < SMALLEST_SETTING:
+                raise ConfigError(f"rope_parameters.{name} is {value!r}: it must be at least {SMALLEST_SETTING:g}")
         if self.original_max_position_embeddings is not None:
             check_counts("rope_parameters.", original_max_position_embeddings=self.original_max_position_embeddings)
         if self.rope_theta < 1:

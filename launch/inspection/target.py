@@ -6,6 +6,7 @@ import re
 from typing import TYPE_CHECKING
 
 from launch.inspection.token_text import TokenTexts
+from tp.checkpoint.tokenizer import as_checkpoint_error
 from tp.errors import RequestError
 
 if TYPE_CHECKING:
@@ -31,7 +32,8 @@ def token_of(option: str, given: str, model: LanguageModel) -> int:
 
 def _only_token(option: str, text: str, model: LanguageModel) -> int:
     tokenizer = model.require_tokenizer()
-    ids: list[int] = tokenizer.encode(text, add_special_tokens=False)
+    with as_checkpoint_error(f"the model's tokenizer fails on {option}"):
+        ids: list[int] = tokenizer.encode(text, add_special_tokens=False)
     if len(ids) == 1:
         return ids[0]
     texts = TokenTexts(tokenizer)

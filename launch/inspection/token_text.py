@@ -7,6 +7,8 @@ import unicodedata
 from collections.abc import Iterable
 from typing import Any
 
+from tp.checkpoint.tokenizer import as_checkpoint_error
+
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 SENTENCE_PIECE_SPACE = "\N{LOWER ONE EIGHTH BLOCK}"
 VISIBLE = {" ": "\N{OPEN BOX}", "\n": "↵", "\r": "␍", "\t": "⇥"}
@@ -44,7 +46,8 @@ class TokenTexts:
         return self._labels[token_id]
 
     def _decode(self, token_id: int) -> str:
-        text: str = self._tokenizer.decode([token_id], clean_up_tokenization_spaces=False)
+        with as_checkpoint_error(f"the model's tokenizer fails on id {token_id}"):
+            text: str = self._tokenizer.decode([token_id], clean_up_tokenization_spaces=False)
         return text
 
     def _label(self, token_id: int) -> str:

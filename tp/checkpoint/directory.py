@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from tp.checkpoint.safetensors_source import SafetensorsSource
+from tp.config_checks import LARGEST_COUNT
 from tp.errors import CheckpointError
 from tp.json_objects import read_object
 
@@ -15,7 +16,7 @@ GENERATION_CONFIG = "generation_config.json"
 SINGLE_FILE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 LONGEST_NAME = 255
-"""Of a file; asking after a longer one is an error of the operating system."""
+"""Of a file, in bytes; asking after a longer one is an error of the operating system."""
 FORMATS_READ = "only safetensors and GGUF are read"
 
 
@@ -50,7 +51,7 @@ def generation_eos_token_ids(directory: Path) -> tuple[int, ...] | None:
     if value is None:
         return None
     ids = value if isinstance(value, list) else [value]
-    if not all(isinstance(token, int) and not isinstance(token, bool) and token >= 0 for token in ids):
+    if not all(isinstance(token, int) and not isinstance(token, bool) and 0 <= token < LARGEST_COUNT for token in ids):
         raise CheckpointError(f"{path}: eos_token_id is {value!r}, neither a token id nor a list of them")
     return tuple(ids)
 
@@ -85,8 +86,9 @@ def files_named(index: Mapping[str, Any], path: Path) -> dict[str, str]:
     if not isinstance(table, dict) or not table:
         raise CheckpointError(f"{path} has no weight_map that names the files of tensors")
     for tensor, name in table.items():
-        plain = isinstance(name, str) and Path(name).name == name and "\\" not in name and len(name) <= LONGEST_NAME
-        if not plain or not name.endswith(".safetensors"):
+        plain = isinstance(name, str) and Path(name).name == name and "\\" not in name
+        short = plain and len(name.encode(errors="surrogatepass")) <= LONGEST_NAME
+        if not short or not name.endswith(".safetensors"):
             raise CheckpointError(f"{path} names {name!r} for {tensor}: not a plain safetensors file of its directory")
     return table
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tp.errors import CheckpointError, first_line
+from tp.json_objects import LARGEST_BYTES
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -15,6 +16,8 @@ if TYPE_CHECKING:
 
 # One of these holds the vocabulary. Without any, transformers makes an empty tokenizer of the family and says nothing.
 _VOCABULARIES = ("tokenizer.json", "*.model", "vocab.*", "tekken.json", "*.tiktoken")
+_BESIDE = ("*config.json", "special_tokens_map.json", "added_tokens.json", "merges.txt", "*.jinja", "*/*.jinja")
+"""What transformers reads together with them."""
 
 
 def tokenizer_of_directory(directory: Path) -> PreTrainedTokenizerBase:
@@ -27,7 +30,8 @@ def tokenizer_of_directory(directory: Path) -> PreTrainedTokenizerBase:
 
     if not any(any(directory.glob(pattern)) for pattern in _VOCABULARIES):
         raise CheckpointError(f"{directory} has no tokenizer: give token ids, or a directory that has tokenizer.json")
-    with _as_checkpoint_error(directory):
+    _check_files(directory)
+    with as_checkpoint_error(f"{directory} has no tokenizer that can be used"):
         tokenizer = AutoTokenizer.from_pretrained(str(directory), local_files_only=True, trust_remote_code=False)
         tokenizer("a")  # settings of a wrong type are noticed only here
     assert isinstance(tokenizer, PreTrainedTokenizerBase)
@@ -46,9 +50,12 @@ def tokenizer_of_gguf(path: Path) -> PreTrainedTokenizerBase:
     """
     from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-    with suppress(Exception):
+    try:
         return PreTrainedTokenizerFast(name_or_path=str(path.parent), gguf_file=path.name)
-    with _as_checkpoint_error(path):
+    except BaseException as error:
+        if not _is_failure(error):
+            raise
+    with as_checkpoint_error(f"{path} has no tokenizer that can be used"):
         tokenizer = AutoTokenizer.from_pretrained(
             str(path.parent), gguf_file=path.name, local_files_only=True, trust_remote_code=False
         )
@@ -57,15 +64,30 @@ def tokenizer_of_gguf(path: Path) -> PreTrainedTokenizerBase:
     return tokenizer
 
 
+def _check_files(directory: Path) -> None:
+    """Before a library opens them: it would wait for a pipe, and read a file that has no end into memory."""
+    for path in (path for pattern in (*_VOCABULARIES, *_BESIDE) for path in directory.glob(pattern)):
+        if path.exists() and not path.is_file() and not path.is_dir():
+            raise CheckpointError(f"{path} cannot be read: it is not a regular file")
+        if path.is_file() and path.stat().st_size > LARGEST_BYTES:
+            raise CheckpointError(
+                f"{path} has {path.stat().st_size} bytes: of a tokenizer no file of more than {LARGEST_BYTES} is read"
+            )
+
+
 @contextmanager
-def _as_checkpoint_error(path: Path) -> Iterator[None]:
-    """transformers, tokenizers and the JSON beneath raise whatever comes."""
+def as_checkpoint_error(subject: str) -> Iterator[None]:
+    """What goes wrong within, in transformers, tokenizers and the JSON beneath, which raise whatever comes.
+
+    Raises:
+        CheckpointError: the subject, and what they say.
+    """
     try:
         yield
     except BaseException as error:
         if not _is_failure(error):
             raise
-        raise CheckpointError(f"{path} has no tokenizer that can be used: {first_line(error)}") from error
+        raise CheckpointError(f"{subject}: {first_line(error)}") from error
 
 
 def _is_failure(error: BaseException) -> bool:

@@ -13,6 +13,7 @@ from tp.checkpoint.directory import CONFIG, GENERATION_CONFIG, INDEX, SINGLE_FIL
 from tp.checkpoint.new_directory import new_directory
 from tp.checkpoint.safetensors_file import TensorEntry
 from tp.checkpoint.tensor_writer import HeldTensors, whole_tensors, write_tensors
+from tp.checkpoint.tokenizer import as_checkpoint_error
 from tp.dtypes import dtype_name
 from tp.errors import CheckpointError
 from tp.layers.parameter import named_parts
@@ -108,7 +109,7 @@ def write_settings(
     """Writes what stands beside the weights: configuration, index, tokenizer.
 
     Raises:
-        CheckpointError: a file that cannot be written.
+        CheckpointError: a file that cannot be written, or a tokenizer that cannot be saved.
     """
     generation = {name: config.get(name) for name in ("bos_token_id", "pad_token_id")}
     generation["eos_token_id"] = list(eos_token_ids) or None
@@ -117,10 +118,11 @@ def write_settings(
         write_json(directory / GENERATION_CONFIG, {name: ids for name, ids in generation.items() if ids is not None})
         if len(files) > 1:
             write_json(directory / INDEX, _index(files))
-        if tokenizer is not None:
-            tokenizer.save_pretrained(str(directory))
     except OSError as error:
         raise CheckpointError(f"{directory} cannot be written: {error.strerror or error}") from error
+    if tokenizer is not None:
+        with as_checkpoint_error(f"{directory} cannot be written: the tokenizer"):
+            tokenizer.save_pretrained(str(directory))
 
 
 def _index(files: dict[str, list[TensorEntry]]) -> dict[str, Any]:

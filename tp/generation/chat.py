@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from tp.chat_template import render
+from tp.checkpoint.tokenizer import as_checkpoint_error
 from tp.errors import RequestError
 
 Message = Mapping[str, str]
@@ -26,11 +27,13 @@ def encode_chat(tokenizer: Any, messages: Sequence[Message]) -> list[int]:
 
     Raises:
         RequestError: the tokenizer has no chat template, or its template refuses these messages.
+        CheckpointError: the tokenizer fails.
     """
     if not messages:
         raise RequestError("a conversation needs at least one message")
     if not getattr(tokenizer, "chat_template", None):
         raise RequestError("this model's tokenizer has no chat template: give the prompt as plain text")
     text = render(tokenizer, messages, add_generation_prompt=True)
-    ids: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"]
+    with as_checkpoint_error("the model's tokenizer fails on this conversation"):
+        ids: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"]
     return ids

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
+from tp.checkpoint.tokenizer import as_checkpoint_error
+
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 WINDOW = 16
 """Ids that may wait for a character to complete before the decoder looks for a place to cut."""
@@ -91,7 +93,8 @@ def incremental_texts(tokenizer: Any, count: int) -> list[IncrementalText | None
     special = {token_id for token_id, token in added.items() if token.special}
 
     def decode(ids: list[int]) -> str:
-        text: str = tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        with as_checkpoint_error("the model's tokenizer fails on new tokens"):
+            text: str = tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
         return text
 
     def skipped(token_id: int) -> bool:

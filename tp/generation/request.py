@@ -9,6 +9,7 @@ from typing import Any
 
 from tp.checkpoint.free_memory import free_memory
 from tp.checkpoint.memory import check_fits
+from tp.checkpoint.tokenizer import as_checkpoint_error
 from tp.errors import RankFailedError, RequestError, TensorParallelError
 from tp.generation.cache_plan import plan_cache, tokens_that_fit
 from tp.generation.options import GenerationOptions
@@ -88,6 +89,7 @@ def encode_prompts(model: TextModel, prompts: Sequence[Prompt] | None) -> tuple[
 
     Raises:
         RequestError: no prompts, an empty one, text without a tokenizer, or ids outside the vocabulary.
+        CheckpointError: the tokenizer fails.
     """
     if prompts is None or isinstance(prompts, str) or not isinstance(prompts, Sized) or len(prompts) == 0:
         raise RequestError(f"prompts is {prompts!r}: give a list of texts or of lists of token ids, at least one")
@@ -113,7 +115,9 @@ def _encode_text(model: TextModel, index: int, text: str) -> Sequence[int]:
         text.encode()
     except UnicodeEncodeError as error:  # a lone surrogate, which tokenizers take for a value of another type
         raise RequestError(f"prompt {index} is not text that UTF-8 can hold: {error}") from error
-    ids: Sequence[int] = model.require_tokenizer().encode(text)
+    tokenizer = model.require_tokenizer()
+    with as_checkpoint_error(f"the model's tokenizer fails on prompt {index}"):
+        ids: Sequence[int] = tokenizer.encode(text)
     return ids
 
 

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from tp.chat_template import render, render_with_marks
+from tp.checkpoint.tokenizer import as_checkpoint_error
 from tp.errors import RequestError
 from tp.training.data.documents import Conversation
 from tp.training.data.plain import continue_ids
@@ -47,7 +48,8 @@ def _marked_by_template(tokenizer: Any, conversation: Conversation) -> tuple[lis
     """What the template's own {% generation %} blocks enclose."""
     with _naming_the_place(conversation):
         text, marks = render_with_marks(tokenizer, conversation.messages)
-    encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+    with as_checkpoint_error(f"{conversation.place}: the model's tokenizer fails on this conversation"):
+        encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
     marked = bytearray(len(text))
     for start, end in marks:
         marked[start:end] = b"\1" * (end - start)

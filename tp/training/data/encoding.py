@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from tp.checkpoint.tokenizer import as_checkpoint_error
 from tp.errors import RequestError
 from tp.training.data.conversations import encode_conversation
 from tp.training.data.documents import Conversation, Document, PlainText, PromptAndCompletion
@@ -85,7 +86,8 @@ class DocumentEncoder:
     def _encode_texts(self, documents: list[PlainText]) -> Iterator[EncodedDocument]:
         if documents:
             texts = [document.text for document in documents]
-            plain_ids = self.tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"]
+            with as_checkpoint_error(f"the model's tokenizer fails on a text from {documents[0].place} on"):
+                plain_ids = self.tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"]
             for document, plain in zip(documents, plain_ids, strict=True):
                 ids = self._ended(self._begun(plain))
                 yield EncodedDocument(ids, [True] * len(ids), _utf8_length(document.text), document.fingerprint())

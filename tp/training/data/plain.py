@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
+from tp.checkpoint.tokenizer import as_checkpoint_error
+
 
 def encode_plain(tokenizer: Any, text: str) -> list[int]:
     """Ids of a text of any length, nothing put before or after it."""
-    ids: list[int] = tokenizer.encode(text, add_special_tokens=False, verbose=False)
+    with as_checkpoint_error("the model's tokenizer fails on a text"):
+        ids: list[int] = tokenizer.encode(text, add_special_tokens=False, verbose=False)
     return ids
 
 
