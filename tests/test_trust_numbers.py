@@ -353,11 +353,13 @@ def test_a_gradient_is_named_where_it_first_arises(ranks: RankPool, t: int, layo
 
 
 def _gradients_of_both_backwards(group: TensorParallelGroup) -> list[list[float]]:
-    """Of two replicas: what comes into layer 1's MLP in the step, and in the search for the culprit."""
+    """Of two replicas with dropout: what comes into layer 1's MLP in the step, and in the search for the culprit."""
     learner = _training_model(TensorParallelGroup.alone(), "replicate")
     learner = Learner(learner.model, learner.optimizer, group)
+    for layer in learner.model.model.layers:
+        layer.self_attn.dropout_probability = 0.5
     seen = _spoil_gradient(learner)
-    _message(lambda: learner.step([_batch(group.rank)], 1e-3))
+    _message(lambda: learner.step([_batch(group.rank)], 1e-3, dropout_seed=7))
     return seen
 
 
