@@ -204,12 +204,21 @@ class FailingTokenizer(CharacterTokenizer):
         return ""
 
 
-@pytest.mark.parametrize("where", ["callback", "with", "tokenizer"])
-def test_an_error_on_rank_0_is_an_error_on_every_rank(ranks: RankPool, new: Any, where: str) -> None:
+@pytest.mark.parametrize(
+    "where, kind, message",
+    [
+        ("callback", "ConsumerError", "no more room for text"),
+        ("with", "ConsumerError", "no more room for text"),
+        ("tokenizer", "CheckpointError", "the model's tokenizer fails on new tokens: no more room for text"),
+    ],
+)
+def test_an_error_on_rank_0_is_an_error_on_every_rank(
+    ranks: RankPool, new: Any, where: str, kind: str, message: str
+) -> None:
     first, *others = ranks(3).run(_fail_on_rank_0, where, timeout_s=LIMIT_S)
-    assert first == ("ConsumerError", "no more room for text", new)
+    assert first == (kind, message, new)
     for other in others:
-        assert other == ("RankFailedError", "rank 0 raised ConsumerError: no more room for text", new)
+        assert other == ("RankFailedError", f"rank 0 raised {kind}: {message}", new)
 
 
 def _error_in_a_loop(group: TensorParallelGroup) -> tuple[Any, ...]:
