@@ -326,7 +326,7 @@ def sum_in_rank_order(addends: Sequence[Tensor]) -> Tensor:
     floating = first.is_floating_point() and first.dtype != torch.float64
     total = first.to(torch.float32, copy=True) if floating else first.clone()
     for addend in addends[1:]:
-        total += addend
+        total += addend.to(total.dtype)  # torch adds no float8 to it
     return total.to(first.dtype)
 
 
