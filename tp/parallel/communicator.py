@@ -236,7 +236,7 @@ class OrderedCommunicator(ProcessGroupCommunicator):
     """
 
     def all_gather_object(self, value: Any) -> list[Any]:
-        self._exchange("all_gather_object", [torch.empty(0)] * self.size, [0] * self.size)
+        self._exchange("all_gather_object", [torch.empty(0, device="cpu")] * self.size, [0] * self.size)
         return super().all_gather_object(value)
 
     def _all_reduce(self, tensor: Tensor) -> Tensor:
