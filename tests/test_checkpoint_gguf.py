@@ -243,6 +243,14 @@ def test_llama3_scaling_is_found_in_the_frequency_factors(
     )
 
 
+def test_frequency_factors_are_read_whatever_torchs_default_dtype(tmp_path: Path) -> None:
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        test_llama3_scaling_is_found_in_the_frequency_factors(tmp_path, 8.0, 4.0, 8192)
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
 def test_llama3_factors_have_the_values_of_the_published_formula() -> None:
     """Wavelengths 2π · 10ʲ: those below 8192/4 are kept, those above 8192 divided by 8, 6283 is interpolated."""
     factors = llama3_factors(10.0**10, 20, 8.0, 1.0, 4.0, 8192)

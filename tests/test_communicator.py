@@ -72,6 +72,12 @@ def test_sums_accumulate_in_float32_and_round_once():
     assert not torch.equal(sum_in_rank_order(addends), ones)
 
 
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
+def test_bytes_of_floating_point_are_summed_too(dtype):
+    addends = [torch.tensor([1.0, 0.25, -2.0]).to(dtype) for _ in range(5)]
+    assert sum_in_rank_order(addends).float().tolist() == [5.0, 1.25, -10.0]
+
+
 def _bfloat16_sum(group):
     value = torch.tensor([group.rank + 1.0], dtype=torch.bfloat16, device=group.device)
     return (

@@ -22,7 +22,7 @@ from tp.generation import decode_graphs as decode_graphs_module
 from tp.generation import engine as engine_module
 from tp.generation.decode_graphs import Capture, CaptureError, CudaGraph, DecodeGraphs, Replay, Run, capture_for
 from tp.layers import KVCache, SequenceSlice, ShardedLogits, Step
-from tp.models import prepare_for_inference
+from tp.models import initialise_parameters, prepare_for_inference
 from tp.parallel import TensorParallelGroup
 
 CAPACITY = 14
@@ -110,6 +110,21 @@ def test_logits_and_cache_are_those_of_plain_steps(
         for differences, sizes in ranks(tp_size).run(largest_differences, config, dtype, way):
             assert max(differences) == 0 if way != "played" else max(differences) < 1e-5
             assert sizes == ([1, 4, 5] if way == "played" else [1, 3, 5]), "captured when they come again"
+
+
+def test_few_captured_steps_are_kept() -> None:
+    """Sequences that end one after the other leave steps of every size."""
+    model = tiny_model(TensorParallelGroup.alone())
+    capture = capture_for(model)
+    assert capture is not None
+    caches = [KVCache(model.config, model.group, 6, CAPACITY, dtype=model.dtype) for _ in range(2)]
+    graphs = DecodeGraphs(model, caches[0], capture)
+    with torch.no_grad():
+        for start, size in enumerate((6, 6, 5, 5, 4, 4, 3, 3, 6, 2, 2, 5)):
+            step = Step(torch.arange(size), tuple(SequenceSlice(1, start, slot) for slot in range(size)))
+            plain = model.next_token_logits(step, caches[1]).local
+            assert torch.equal(graphs.next_token_logits(step).local, plain)
+    assert list(graphs._captured) == [3, 6, 2, 5]
 
 
 def ids_and_warnings(group: TensorParallelGroup, config: dict[str, Any]) -> tuple[list[tuple[int, ...]], list[str]]:
@@ -209,6 +224,47 @@ def test_a_capture_refused_on_one_rank_is_refused_on_all(ranks: RankPool) -> Non
     for right, messages in ranks(2).run(logits_after_a_refusal):
         assert right
         assert len(messages) == 1 and "it cannot" in messages[0]
+
+
+def ids_with_weights_replaced(group: TensorParallelGroup) -> list[int]:
+    """4 tokens, then those of other weights, which are put there as int8 weights are."""
+    model, other = tiny_model(group), tiny_model(group)
+    initialise_parameters(other, seed=1, std=0.4)
+    stream = model.generate_stream([[5, 9, 2]], GenerationOptions(12, ignore_eos=True))
+    ids = [next(stream).token_id for _ in range(4)]
+    for module, replacement in zip(model.modules(), other.modules(), strict=True):
+        for name, parameter in replacement._parameters.items():
+            setattr(module, name, parameter)
+    return ids + [event.token_id for event in stream]
+
+
+def with_and_without(group: TensorParallelGroup) -> tuple[list[int], list[int]]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        replayed = ids_with_weights_replaced(group)
+        with mock.patch.object(choice, "_disabled", frozenset(["decode_graphs"])):
+            return replayed, ids_with_weights_replaced(group)
+
+
+@pytest.mark.parametrize("t", [1, 2])
+def test_weights_that_are_replaced_meanwhile_are_used(ranks: RankPool, t: int) -> None:
+    for replayed, plain in ranks(t).run(with_and_without):
+        assert replayed == plain
+
+
+def calls_of_a_hook(group: TensorParallelGroup) -> tuple[int, list[str]]:
+    model, outputs = tiny_model(group), []
+    if group.rank == 0:
+        model.model.layers[1].mlp.register_forward_hook(lambda module, inputs, output: outputs.append(output))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        model.generate([[5, 9, 2]], GenerationOptions(12, ignore_eos=True))
+    return len(outputs), [str(warning.message) for warning in caught]
+
+
+def test_a_hook_on_one_rank_sees_every_step(ranks: RankPool) -> None:
+    told = ["decode_graphs: the plain form is used: a module has hooks, which a captured step would not call"]
+    assert ranks(2).run(calls_of_a_hook) == [(12, told), (0, told)]
 
 
 def test_a_step_known_to_the_device_only() -> None:

@@ -50,6 +50,12 @@ def test_what_is_given_back_is_free_though_its_block_lives() -> None:
     assert (kept == 7).all()
 
 
+def test_what_has_its_memory_alone_is_left_to_whoever_holds_it() -> None:
+    tensor = torch.ones(2**18)
+    give_back(tensor)
+    assert (tensor == 1).all()
+
+
 @pytest.mark.skipif(
     not Path("/sys/kernel/mm/transparent_hugepage/enabled").exists()
     or "[never]" in Path("/sys/kernel/mm/transparent_hugepage/enabled").read_text(),

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from generation_models import tiny_model
 from pool import RankPool
 from tiny_models import TINY_CONFIGS, hub_config, parallel_model, transformers_model
 from torch import Tensor
@@ -15,6 +16,7 @@ from tp.checkpoint import save_checkpoint
 from tp.errors import AutogradError, ConfigError, RequestError
 from tp.kernels.int8_weight import Int8Weight
 from tp.kernels.linear import FEW_ROWS, linear
+from tp.kernels.look_up_rows import look_up_rows
 from tp.models import prepare_for_inference
 from tp.parallel import TensorParallelGroup
 
@@ -108,6 +110,27 @@ def test_integers_and_logits_are_the_same_at_every_degree(ranks: RankPool, famil
             torch.testing.assert_close(logits, expected[0], atol=1e-4, rtol=0)
             assert torch.equal(down, expected[1])
             assert torch.equal(head, expected[2])
+
+
+def logits_of_two_features(group: TensorParallelGroup) -> Tensor:
+    model = tiny_model(group, {"intermediate_size": 2})
+    prepare_for_inference(model, "int8")
+    with torch.no_grad():
+        return model(torch.arange(11).reshape(1, 11))
+
+
+def test_a_rank_may_have_no_columns(ranks: RankPool) -> None:
+    expected = ranks(1).run(logits_of_two_features)[0]
+    for logits in ranks(3).run(logits_of_two_features):
+        torch.testing.assert_close(logits, expected, atol=1e-4, rtol=0)
+
+
+def test_a_weight_may_have_strides() -> None:
+    weight = random(40, 9).t()
+    int8 = Int8Weight(weight, weight.abs().amax(1))
+    with torch.no_grad():
+        rows = look_up_rows(int8, torch.tensor([3, 8, 0]))
+    torch.testing.assert_close(rows, weight[[3, 8, 0]], atol=0.02, rtol=0)
 
 
 def test_training_saving_and_other_weights_are_refused(tmp_path: Path) -> None:

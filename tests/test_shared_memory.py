@@ -7,6 +7,7 @@ import gc
 import multiprocessing
 import os
 import random
+import resource
 import signal
 import time
 import warnings
@@ -310,7 +311,8 @@ def _kinds(group, how):
             patch.setattr(shared_segment, "this_host", lambda: f"host {group.rank}")
         if how == "not allowed" and group.rank == 1:
             patch.setattr(shared_segment.os, "open", _not_allowed)
-        made = TensorParallelGroup.from_process_group(group.process_group)
+        with _no_descriptor_left() if how == "no descriptor" and group.rank == 1 else contextlib.nullcontext():
+            made = TensorParallelGroup.from_process_group(group.process_group)
         total = made.communicator.all_reduce(torch.ones(1)).item()
     kept = _traces()[0] - before
     return type(made.communicator).__name__, total, [str(warning.message) for warning in warned], kept
@@ -320,14 +322,26 @@ def _not_allowed(*arguments):
     raise PermissionError(13, "Permission denied")
 
 
-@pytest.mark.parametrize("how", ["shared_memory", "native", "another host", "not allowed"])
+@contextlib.contextmanager
+def _no_descriptor_left():
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    next_free = os.open("/dev/null", os.O_RDONLY)
+    os.close(next_free)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (next_free, hard))
+    yield
+    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+TOLD = {"not allowed": "Permission denied", "no descriptor": "Too many open files"}
+
+
+@pytest.mark.parametrize("how", ["shared_memory", "native", "another host", *TOLD])
 def test_gloo_takes_over_on_all_ranks(ranks, how):
     outcomes = ranks(2).run(_kinds, how)
     assert [outcome[:2] for outcome in outcomes] == [("OrderedCommunicator", 2.0)] * 2
     assert outcomes[0][3] == outcomes[1][3] == 0, "memory that was made for nothing is let go"
-    told = ["shared_memory: the plain form is used: collectives go over gloo: "
-            "rank 1 cannot open the memory of rank 0: Permission denied"]  # fmt: skip
-    assert [outcome[2] for outcome in outcomes] == [told if how == "not allowed" else [], []]
+    told = "shared_memory: the plain form is used: collectives go over gloo: rank 1 cannot open the memory of rank 0: "
+    assert [outcome[2] for outcome in outcomes] == [[told + TOLD[how]] if how in TOLD else [], []]
 
 
 def _timeouts(group):

@@ -39,7 +39,12 @@ class Block:
 
 
 def give_back(tensor: Tensor) -> None:
-    """Frees the memory of a tensor that nobody reads any more, though others of its block live on. CPU tensors only."""
+    """Frees the memory of a tensor that nobody reads any more, though others of its block live on. CPU tensors only.
+
+    A tensor that has its memory alone is left alone: that goes with the last reference.
+    """
+    if tensor.untyped_storage().nbytes() == tensor.nbytes:
+        return
     madvise = getattr(ctypes.CDLL(None), "madvise", None)
     start = -(-tensor.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
     stop = (tensor.data_ptr() + tensor.nbytes) // mmap.PAGESIZE * mmap.PAGESIZE

@@ -144,6 +144,12 @@ def test_linear_takes_the_kernel_unless_it_is_switched_off(device, rows, monkeyp
     assert calls == [1]
 
 
+@pytest.mark.parametrize("rows", [1, 40])
+def test_without_columns_there_is_the_bias(device, rows):
+    int8, bias = Int8Weight(torch.ones(5, 0, device=device), torch.zeros(5, device=device)), torch.randn(5).to(device)
+    assert torch.equal(linear(torch.ones(rows, 0, device=device), int8, bias), bias.expand(rows, 5))
+
+
 def test_what_torch_refuses_is_refused(device):
     int8 = Int8Weight(torch.ones(5, 4, device=device), torch.ones(5, device=device))
     for x, bias in ((torch.ones(3, 8), None), (torch.ones(3, 6), None), (torch.ones(3, 4), torch.ones(4))):

@@ -49,7 +49,7 @@ def convert_checkpoint(
             file = SafetensorsFile(partial / name, members)
             for entry in members:
                 for rows in chunks(range(entry.shape[0]), num_columns(entry.shape) * dtype.itemsize):
-                    piece = torch.empty((len(rows), *entry.shape[1:]), dtype=dtype)
+                    piece = torch.empty((len(rows), *entry.shape[1:]), dtype=dtype, device="cpu")
                     checkpoint.source.read_into(entry.name, 0, rows.start, len(rows), piece)
                     file.write(entry.name, window_of(entry.shape, 0, rows.start, len(rows)), piece)
                     written += piece.nbytes

@@ -86,7 +86,7 @@ def read_plain(file: FileReader, offset: int, num_columns: int, dtype: torch.dty
     staged: Tensor | None = None
     for rows in chunks(window.rows, run_bytes):
         if staged is None:
-            staged = torch.empty((len(rows), len(window.columns)), dtype=dtype)
+            staged = torch.empty((len(rows), len(window.columns)), dtype=dtype, device="cpu")
         block = staged[: len(rows)]
         file.read_runs(origin + rows.start * stride, run_bytes, stride, bytes_of(block))
         first = rows.start - window.rows.start

@@ -33,7 +33,7 @@ def read_rope_factors(header: GgufHeader) -> Tensor | None:
         return None
     if len(stored.shape) != 1 or stored.type_id != _FLOAT32 or stored.numel > _MOST_FACTORS:
         raise CheckpointError(f"{header.path}: {ROPE_FACTORS} is not a float32 vector of at most {_MOST_FACTORS}")
-    values = torch.empty(stored.numel)
+    values = torch.empty(stored.numel, dtype=torch.float32, device="cpu")
     file = FileReader(header.path)
     try:
         file.read_runs(stored.offset, values.nbytes, values.nbytes, bytes_of(values))
@@ -140,5 +140,5 @@ def _close(expected: Sequence[float], given: Sequence[float]) -> bool:
 
 
 def _wavelengths(rope_theta: float, head_dim: int) -> list[float]:
-    frequencies = 1.0 / rope_theta ** (torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim)
+    frequencies = 1.0 / rope_theta ** (torch.arange(0, head_dim, 2, dtype=torch.float32, device="cpu") / head_dim)
     return [2 * math.pi / frequency for frequency in frequencies.tolist()]

@@ -58,6 +58,6 @@ def _sample(source: TensorSource, name: str) -> tuple[str | None, int]:
     if tensor.torch_dtype is None or tensor.numel == 0 or len(tensor.shape) not in (1, 2):
         return None, 0
     rows = 1 if len(tensor.shape) == 2 else min(tensor.shape[0], SAMPLE_ELEMENTS)
-    sample = torch.empty((rows, *tensor.shape[1:]), dtype=tensor.torch_dtype)
+    sample = torch.empty((rows, *tensor.shape[1:]), dtype=tensor.torch_dtype, device="cpu")
     bytes_read = source.read_into(name, 0, (tensor.shape[0] - rows) // 2, rows, sample)
     return f"{zlib.crc32(sample.view(-1).view(torch.uint8).numpy().tobytes()):08x}", bytes_read

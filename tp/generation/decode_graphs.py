@@ -27,6 +27,7 @@ from tp.parallel.shared_memory import SharedMemoryCommunicator
 
 NAME = "decode_graphs"
 """For `tp.choice`."""
+HOOKED = "a module has hooks, which a captured step would not call"
 WARM_UP_RUNS = 2
 """Before a capture on CUDA: kernels are compiled and libraries allocate what must not be allocated inside."""
 
@@ -44,6 +45,8 @@ class Capture(Protocol):
 
     most_sequences: int
     """Larger steps are not captured."""
+    most_kept: int
+    """Captured steps that are kept, those used last: each holds all that its step computes on the way."""
 
     def size(self, num_sequences: int) -> int:
         """Sequences of the captured step that serves so many."""
@@ -62,6 +65,7 @@ class CudaGraph:
     """Captures into CUDA graphs of a few batch sizes: powers of two."""
 
     most_sequences = 256
+    most_kept = 9
 
     def __init__(self, communicator: Communicator) -> None:
         self._communicator = communicator
@@ -99,6 +103,7 @@ class NativeTape:
     """Captures the calls of the C++ library that a step makes; it must consist of nothing else."""
 
     most_sequences = FEW_ROWS
+    most_kept = 4
 
     def __init__(self, communicator: Communicator) -> None:
         self._communicator = communicator
@@ -141,6 +146,28 @@ class _Watch(TorchDispatchMode):
         if not func.is_view and not str(func).startswith(tuple(f"{name}." for name in self.MAKING)):
             self.computing.add(str(func))
         return result
+
+
+class Weights:
+    """Where the parameters and buffers of a model's modules lie: captured steps read them there."""
+
+    def __init__(self, model: CausalLM) -> None:
+        owners = [owner for module in model.modules() for owner in (module._parameters, module._buffers)]
+        self._owners = [owner for owner in owners if owner]
+        self._addresses = self._now()
+
+    def have_moved(self) -> bool:
+        """Whether any was replaced, such as by `tp.models.prepare_for_inference`."""
+        return self._now() != self._addresses
+
+    def _now(self) -> list[int]:
+        return [tensor.data_ptr() for owner in self._owners for tensor in owner.values() if tensor is not None]
+
+
+def has_hooks(model: CausalLM) -> bool:
+    """Whether torch calls something else around a module's forward, which is Python."""
+    of_modules = any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+    return of_modules or bool(torch.nn.modules.module._has_any_global_hook())
 
 
 def capture_for(model: CausalLM) -> Capture | None:
@@ -187,7 +214,8 @@ class DecodeGraphs:
     """Runs decode steps of one model and cache, each size captured when it comes again.
 
     The first step of a size is left alone: it may set up what all later ones find. Where a step cannot be captured on
-    some rank, all ranks go on without, with one warning.
+    some rank, all ranks go on without, with one warning; so does a rank whose weights were replaced since. Hooks of
+    modules are seen when a step is captured: those that come later miss the steps that are replayed.
 
     A step without all slots of the cache may be padded: then token 0 is written to position 0 of a slot that is not in
     it. So every slot that is in use has to be in every step.
@@ -199,6 +227,7 @@ class DecodeGraphs:
         self._capture = capture
         self._captured: dict[int, CapturedStep] = {}
         self._met: set[int] = set()
+        self._weights = Weights(model)
         self._refused = False
 
     def next_token_logits(self, step: Step) -> ShardedLogits:
@@ -206,11 +235,16 @@ class DecodeGraphs:
         self._cache.check_room(step)
         if self._model.model.tap is not None:  # it is Python, and sees every step
             return self._model.next_token_logits(step, self._cache)
+        if not self._refused and self._weights.have_moved():
+            self._refuse("the model's weights were replaced while it generates")
         if not self._refused and step.num_tokens <= self._capture.most_sequences:
             size = min(self._capture.size(step.num_tokens), self._cache.num_slots)
-            if size in self._captured:
-                return self._captured[size].run(step)
+            if (captured := self._captured.pop(size, None)) is not None:
+                self._captured[size] = captured  # the one used last is the last
+                return captured.run(step)
             if size in self._met and (captured := self._capture_step(size, step)) is not None:
+                if len(self._captured) == self._capture.most_kept:
+                    del self._captured[next(iter(self._captured))]
                 self._captured[size] = captured
                 return captured.of(step)
             self._met.add(size)
@@ -218,6 +252,8 @@ class DecodeGraphs:
 
     def _capture_step(self, size: int, step: Step) -> CapturedStep | None:
         """A capture of `step`, padded, which has been run; None where some rank cannot."""
+        if self._some_rank_cannot(HOOKED if has_hooks(self._model) else None):
+            return None
         token_ids, slots, starts = (step.token_ids.new_zeros(size) for _ in range(3))
         fill(token_ids, slots, starts, step)
         static = Step.of_decode(token_ids, slots, starts)
@@ -227,12 +263,19 @@ class DecodeGraphs:
             captured = CapturedStep(token_ids, slots, starts, replay, logits)
         except CaptureError as error:
             reason = str(error)
-        reasons = self._model.group.communicator.all_gather_object(reason)
-        if not any(reasons):
-            return captured
+        return None if self._some_rank_cannot(reason) else captured
+
+    def _some_rank_cannot(self, reason: str | None) -> bool:
+        """Whether any rank has a reason, which ends all captures."""
+        reasons = list(filter(None, self._model.group.communicator.all_gather_object(reason)))
+        if reasons:
+            self._refuse(reasons[0])
+        return bool(reasons)
+
+    def _refuse(self, reason: str) -> None:
         self._refused = True
-        warn_once(NAME, next(filter(None, reasons)))
-        return None
+        self._captured.clear()
+        warn_once(NAME, reason)
 
 
 def fill(token_ids: Tensor, slots: Tensor, starts: Tensor, step: Step) -> None:

@@ -57,8 +57,8 @@ def plain_argmax_and_sum_exp(logits: Tensor) -> ArgmaxAndSumExp:
 
 def _native_argmax_and_sum_exp(native: NativeFunction, logits: Tensor) -> ArgmaxAndSumExp:
     rows, width = logits.shape
-    columns = torch.empty(rows, 1, dtype=torch.int64)
-    highest, sum_exp = torch.empty(rows, 1), torch.empty(rows, 1)
+    columns = logits.new_empty(rows, 1, dtype=torch.int64)
+    highest, sum_exp = (logits.new_empty(rows, 1, dtype=torch.float32) for _ in range(2))
     native(
         logits.data_ptr(), logits.stride(0), rows, width, columns.data_ptr(), highest.data_ptr(), sum_exp.data_ptr(),
         torch.get_num_threads(),

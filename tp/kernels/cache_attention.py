@@ -31,7 +31,7 @@ class QueryGroups:
     def of_runs(cls, runs: Sequence[HeadRun], device: torch.device | str) -> QueryGroups:
         """From the uniform runs of a rank, which follow one another."""
         sizes = tuple(run.queries_per_kv_head for run in runs for _ in run.kv_heads)
-        bounds = torch.tensor([0, *sizes]).cumsum(0).to(device=device, dtype=torch.int32)
+        bounds = torch.tensor([0, *sizes], device="cpu").cumsum(0).to(device=device, dtype=torch.int32)
         return cls(bounds, sizes)
 
 

@@ -19,7 +19,7 @@ def keep_mask(seed: int, site: int, rows: Tensor, columns: Tensor, probability: 
         rows, columns: int64 indices of the whole, unsharded tensor; broadcast against each other.
         probability: of being dropped, in [0, 1).
     """
-    key = _mix(_mix(torch.tensor(seed, dtype=torch.int64)) + site)
+    key = _mix(_mix(torch.tensor(seed, dtype=torch.int64, device="cpu")) + site)
     bits = _mix(_mix(rows + key.to(rows.device)) + columns)
     uniform = ((bits >> 40) & 0xFFFFFF).to(torch.float32) / 2**24
     return uniform >= probability

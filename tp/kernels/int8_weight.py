@@ -14,7 +14,7 @@ class Int8Weight(nn.Module):
     """A weight [out, in] in int8, for inference only.
 
     Attributes:
-        values: [out, in] int8, from −127 to 127.
+        values: [out, in] int8, from −127 to 127, contiguous.
         scales: [out] float32.
         dtype: of the weight that it stands for, and of what is computed with it.
     """
@@ -36,7 +36,7 @@ class Int8Weight(nn.Module):
         scales = largest.float() / LARGEST_VALUE
         scales = scales.where(scales != 0, 1.0)  # NaN stays, and shows in every product
         self.register_buffer("scales", scales)
-        self.register_buffer("values", (weight / scales.unsqueeze(1)).round_().to(torch.int8))
+        self.register_buffer("values", (weight / scales.unsqueeze(1)).round_().to(torch.int8).contiguous())
 
     @property
     def shape(self) -> torch.Size:

@@ -58,7 +58,7 @@ def _int8_linear(x: Tensor, weight: Int8Weight, bias: Tensor | None) -> Tensor:
     native = _native(x, torch.int8)
     if native is not None and weight.scales.dtype == torch.float32 and _fits(x, weight.values, bias):
         return _native_linear(native, x, weight.values, weight.scales, bias)
-    if not uses_triton("int8_linear", x) or not _match(x, weight.values, bias):
+    if not x.numel() or not uses_triton("int8_linear", x) or not _match(x, weight.values, bias):
         return _upcast_linear(x, weight.values, weight.scales, bias)
     from tp.kernels.triton.int8_linear import int8_linear
 
@@ -112,7 +112,7 @@ def _native_linear(
 def _upcast_linear(x: Tensor, weight: Tensor, scales: Tensor | None, bias: Tensor | None) -> Tensor:
     """The weights pass through a block of float32 that stays in the cache: W_block → float32, x W_blockᵀ, rounded."""
     out_features, in_features = weight.shape
-    wide_x = x.reshape(-1, in_features).float()
+    wide_x = x.reshape(x.shape[:-1].numel(), in_features).float()  # columns may be none
     block = wide_x.new_empty(min(UPCAST_ROWS, out_features), in_features)
     y = x.new_empty(wide_x.shape[0], out_features)
     for start in range(0, out_features, UPCAST_ROWS):

@@ -65,4 +65,4 @@ def _draw_part(parameter: NamedParameter, part: Part, seed: int, std: float) -> 
 def _draw_block(key: str, num_columns: int) -> torch.Tensor:
     digest = hashlib.sha256(key.encode()).digest()
     generator = torch.Generator("cpu").manual_seed(int.from_bytes(digest[:8], "little", signed=True))
-    return torch.randn(ROWS_PER_DRAW, num_columns, generator=generator)
+    return torch.randn(ROWS_PER_DRAW, num_columns, generator=generator, dtype=torch.float32, device="cpu")

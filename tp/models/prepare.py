@@ -20,7 +20,8 @@ def prepare_for_inference(model: nn.Module, weights: str) -> None:
     """Replaces every matrix (linears, embedding, LM head) by its int8 form, one at a time. Every rank calls it.
 
     Scales are those of whole rows, so that the integers are the same at every tensor-parallel degree. Afterwards the
-    model can neither be trained nor saved: both raise `RequestError`.
+    model can neither be trained nor saved: both raise `RequestError`. The memory of weights that were loaded or
+    initialised together is given back at once: who still holds one of those reads zeros.
 
     Args:
         weights: "int8".
@@ -48,7 +49,7 @@ def _matrix_of(module: nn.Module) -> nn.Parameter | None:
 
 
 def _int8(module: nn.Module, weight: torch.Tensor, block: Block) -> Int8Weight:
-    largest = weight.abs().amax(1)
+    largest = weight.abs().amax(1) if weight.shape[1] else weight.new_zeros(len(weight))
     if isinstance(module, RowParallelLinear):  # this rank has only some columns of each row
         largest = module.group.communicator.all_gather_stacked(largest).amax(0)
     int8 = Int8Weight(weight, largest)

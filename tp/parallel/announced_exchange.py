@@ -64,7 +64,7 @@ def _all_to_all(process_group: dist.ProcessGroup, messages: Sequence[Tensor], ro
     sent = [0 if rank == own else len(message) for rank, message in enumerate(messages)]
     received = [0 if rank == own else length for rank, length in enumerate(room)]
     outgoing = torch.cat([message[:length] for message, length in zip(messages, sent, strict=True)])
-    incoming = torch.empty(sum(received), dtype=torch.uint8)
+    incoming = torch.empty(sum(received), dtype=torch.uint8, device="cpu")
     dist.all_to_all_single(incoming, outgoing, received, sent, group=process_group)
     came = list(incoming.split(received))
     came[own] = messages[own]

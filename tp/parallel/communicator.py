@@ -240,7 +240,7 @@ class OrderedCommunicator(ProcessGroupCommunicator):
     """
 
     def all_gather_object(self, value: Any) -> list[Any]:
-        self._exchange("all_gather_object", [torch.empty(0)] * self.size, [0] * self.size)
+        self._exchange("all_gather_object", [torch.empty(0, device="cpu")] * self.size, [0] * self.size)
         return super().all_gather_object(value)
 
     def _all_reduce(self, tensor: Tensor) -> Tensor:
@@ -330,7 +330,7 @@ def sum_in_rank_order(addends: Sequence[Tensor]) -> Tensor:
     floating = first.is_floating_point() and first.dtype != torch.float64
     total = first.to(torch.float32, copy=True) if floating else first.clone()
     for addend in addends[1:]:
-        total += addend
+        total += addend.to(total.dtype)  # torch adds no float8 to it
     return total.to(first.dtype)
 
 

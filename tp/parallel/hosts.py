@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import socket
 from pathlib import Path
 
 
+@functools.cache  # stays true where files can no longer be opened
 def this_host() -> str:
     """What tells this machine from others: its name, and on Linux the id of its boot, since names repeat."""
     boot_id = Path("/proc/sys/kernel/random/boot_id")

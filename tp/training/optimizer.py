@@ -41,4 +41,4 @@ def set_step_count(optimizer: torch.optim.AdamW, steps: int) -> None:
     """Tells the optimiser how many steps its moments have seen, for its bias correction."""
     for group in optimizer.param_groups:
         for parameter in group["params"]:
-            optimizer.state[parameter]["step"] = torch.tensor(float(steps))
+            optimizer.state[parameter]["step"] = torch.tensor(float(steps), dtype=torch.float32, device="cpu")
