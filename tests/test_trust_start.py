@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from faulty_runs import LAUNCH, ROOT
 
-from launch import model_command, ranks, script
+from launch import failures, model_command, ranks, script
 from launch.__main__ import main
 from launch.addresses import Endpoint
 from launch.rank_process import LAUNCHER
@@ -178,6 +178,16 @@ def test_a_rank_that_cannot_leave_its_record_tells_by_itself(tmp_path: Path) -> 
     run = finish([sys.executable, "-m", "launch.script", "script", str(path)], **variables)
     assert run.returncode == RankFailedError.exit_code
     assert run.stderr.endswith("error: rank 1 of 2 failed with ValueError: boom on purpose\n")
+
+
+def test_a_script_that_changes_its_environment_leaves_its_record(tmp_path: Path) -> None:
+    path, record = tmp_path / "script.py", tmp_path / "0" / "error.json"
+    record.parent.mkdir()
+    path.write_text("import os; os.environ.clear(); raise ValueError('boom on purpose')")
+    variables = {"RANK": "1", "WORLD_SIZE": "2", LAUNCHER: str(os.getpid()), "TORCHELASTIC_ERROR_FILE": str(record)}
+    finish([sys.executable, "-m", "launch.script", "script", str(path)], **variables)
+    (failure,) = failures.beside(record)
+    assert (failure.rank, failure.message) == (1, "ValueError: boom on purpose")
 
 
 # Real runs
