@@ -78,6 +78,9 @@ def test_a_launchers_variables_that_make_no_sense(
     "options, told",
     [
         (["--rdzv-backend", "foo"], "argument --rdzv-backend: invalid choice: 'foo'"),
+        (["--local-addr", "999.1.1.1"], "argument --local-addr: '999.1.1.1' is no address such as"),
+        (["--local-addr", ""], "argument --local-addr: '' is no address such as"),
+        (["--local-addr", "192.0.2.1"], "--local-addr 192.0.2.1 is no address of this machine: name one that it has"),
         (["--collective-timeout", "0"], "'0' is not a number of seconds above 0"),
         (["--collective-timeout", "nan"], "'nan' is not a number of seconds above 0"),
         (["--collective-timeout", "1e7"], "'1e7' is not a number of seconds above 0, and below 1000000"),
@@ -157,6 +160,12 @@ def test_no_room_for_temporary_files(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("launch.undertaker.tempfile.mkdtemp", no_room)
     with pytest.raises(RequestError, match="no temporary directory can be made .No usable .*: TMPDIR names another"):
         ranks.start(["-c", ""], Placement(1))
+
+
+def test_too_few_open_files_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("launch.ranks.resource.getrlimit", lambda which: (31, 31))
+    with pytest.raises(RequestError, match="ulimit -n is 31: 2 ranks need 32 open files, raise it"):
+        ranks.start(["-c", ""], Placement(2))
 
 
 def test_no_further_process_can_be_started(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
