@@ -101,6 +101,16 @@ def own_address(endpoint: Endpoint) -> str:
     )
 
 
+def check_own(address: str) -> None:
+    """Refuses an address at which nobody would reach this machine: its ranks would wait for one another without end.
+
+    Raises:
+        RequestError: naming it.
+    """
+    if not _can_be_bound(address):
+        raise RequestError(f"--local-addr {address} is no address of this machine: name one that it has")
+
+
 def is_own(endpoint: Endpoint) -> bool:
     """Whether the endpoint's host is this machine: one of its addresses can be bound here."""
     return any(map(_can_be_bound, endpoint.addresses()))

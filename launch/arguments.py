@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import ipaddress
 import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -76,6 +77,19 @@ def seconds(text: str) -> float:
     if not 0.0 < value < LONGEST_S:
         raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds above 0, and below {LONGEST_S:.0f}")
     return value
+
+
+def address(text: str) -> str:
+    """The type of options that are addresses of a machine.
+
+    Raises:
+        ArgumentTypeError: no IPv4 or IPv6 address.
+    """
+    try:
+        ipaddress.ip_address(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is no address such as 192.0.2.1 or fd00::1") from None
+    return text
 
 
 def token_ids(text: str) -> list[int]:
@@ -159,6 +173,7 @@ def add_rendezvous_options(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--rdzv-id", default="", metavar="ID", help="a name of the run, the same on every machine")
     group.add_argument(
         "--local-addr",
+        type=address,
         metavar="ADDRESS",
         help="this machine's address for the others (default: the one on the way to --rdzv-endpoint)",
     )

@@ -64,7 +64,7 @@ class Failure:
         trace = traceback.format_exception(type(error), error, _trimmed(error.__traceback__, within))
         return cls(
             rank,
-            message=str(error) if typed else f"{kind}: {error}".removesuffix(": "),
+            message=str(error) if typed else f"{kind}: {_said_by(error)}".removesuffix(": "),
             trace="".join(trace),
             typed=typed,
             lost_peer=_is_lost_peer(error),
@@ -98,7 +98,7 @@ class Failure:
         if self.typed:
             bare = together or self.names_another
             return f"{trace}error: {self.message if bare else f'{named}: {self.message}'}\n"
-        return f"{trace}error: {named} failed with {self.message.splitlines()[0]}\n"
+        return f"{trace}error: {RankFailedError(f'{named} failed with {self.message.splitlines()[0]}')}\n"
 
 
 def of_process(rank: int, status: int, error_file: Mapping[str, Any]) -> Failure:
@@ -178,9 +178,18 @@ def _is_lost_peer(error: BaseException | None) -> bool:
 
 def _speaks_of_lost_peer(error: BaseException) -> bool:
     """A collective failed for it; not a download, nor anything else that a script does over a connection."""
-    if isinstance(error, OSError) or any(fault in str(error) for fault in _OWN_FAULTS):
+    said = _said_by(error)
+    if isinstance(error, OSError) or any(fault in said for fault in _OWN_FAULTS):
         return False
-    return type(error).__name__ in _LOST_PEER_TYPES or any(text in str(error) for text in _LOST_PEER_MESSAGES)
+    return type(error).__name__ in _LOST_PEER_TYPES or any(text in said for text in _LOST_PEER_MESSAGES)
+
+
+def _said_by(error: BaseException) -> str:
+    """An error of a user's script may fail to say anything."""
+    try:
+        return str(error)
+    except Exception:
+        return "its text cannot be made"
 
 
 def _trimmed(trace: TracebackType | None, within: Path | None) -> TracebackType | None:

@@ -69,7 +69,7 @@ def as_rank(action: Callable[[], int], *, debug: bool = False, script_directory:
         script_directory: where tracebacks of a user's script begin.
     """
     launcher = os.environ.pop(LAUNCHER, None)  # processes that this rank starts are not the launcher's
-    error_file = _error_file()
+    rank, error_file = own_rank(), _error_file()  # before a script changes its environment
     if launcher is not None:
         _die_with(int(launcher))
         if error_file is not None:
@@ -83,8 +83,8 @@ def as_rank(action: Callable[[], int], *, debug: bool = False, script_directory:
     except SystemExit:
         raise
     except BaseException as error:
-        failure = Failure.of(own_rank(), error, script_directory)
-    _fail(failure, users_stderr, debug, tells=launcher is None)
+        failure = Failure.of(rank, error, script_directory)
+    _fail(failure, error_file, users_stderr, debug, tells=launcher is None)
 
 
 def leave(status: int) -> NoReturn:
@@ -125,14 +125,14 @@ def rank_terminal(debug: bool) -> Terminal:
     return Terminal.apart_from_libraries(None if debug else _log()) if own_rank() == 0 else Terminal.silent()
 
 
-def _fail(failure: Failure, users_stderr: int, debug: bool, *, tells: bool) -> NoReturn:
+def _fail(failure: Failure, path: Path | None, users_stderr: int, debug: bool, *, tells: bool) -> NoReturn:
     """Ends the process. No destructors: those of process groups may wait for peers that are themselves stuck.
 
     Args:
+        path: of the rank's record, where a launcher looks for one.
         users_stderr: where to tell what happened if this failure came first.
         tells: it is not our launcher, which tells it from the record. Without a record, on a full disk, it cannot.
     """
-    path = _error_file()
     try:
         if path is not None:
             failure.write(path)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import resource
 import shutil
 import signal
 import sys
@@ -29,6 +30,8 @@ STANDARD_INPUT = "TP_DECODER_STANDARD_INPUT"
 """Environment variable: the file that holds what the launcher read from its standard input."""
 MONITOR_INTERVAL_S = 0.05
 LOG_TAIL_BYTES = 2000
+FILES, FILES_A_RANK = 24, 4
+"""Open files, at least: two ranks run with 32 and do not start with 24."""
 
 
 @dataclass(frozen=True)
@@ -97,6 +100,9 @@ def start(
         grace_s: seconds that SIGTERM leaves ranks which listen to it and end by themselves; if all do with status 0,
             so does the run. By default SIGTERM ends them, and the run with 128 + 15. A second SIGTERM always does.
     """
+    _check_open_files(placement)
+    if placement.local_addr is not None:
+        addresses.check_own(placement.local_addr)
     placement = replace(placement, local_addr=placement.own_address())
     directory = _temporary_directory()
     with _guard(directory) as guard:
@@ -131,6 +137,14 @@ def _environment(placement: Placement, debug: bool) -> Mapping[str, str]:
     if not debug:
         settings["TORCH_CPP_LOG_LEVEL"] = "ERROR"
     return {**settings, **os.environ, LAUNCHER: str(os.getpid())}
+
+
+def _check_open_files(placement: Placement) -> None:
+    """With too few, torch waits without end for its own store, or fails in the middle of starting."""
+    needed = FILES + FILES_A_RANK * placement.world_size
+    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if 0 <= limit < needed:
+        raise RequestError(f"ulimit -n is {limit}: {placement.world_size} ranks need {needed} open files, raise it")
 
 
 def _temporary_directory() -> Path:

@@ -35,7 +35,9 @@ class Terminal:
 
     @classmethod
     def of_process(cls) -> Terminal:
-        """Of a process that is alone: what Python gives it."""
+        """Of a process that is alone: what Python gives it. A character that its encoding lacks becomes a "?"."""
+        if isinstance(sys.stdout, io.TextIOWrapper):
+            sys.stdout.reconfigure(errors="replace")
         return cls(sys.stdout, sys.stderr)
 
     @classmethod

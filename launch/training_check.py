@@ -83,7 +83,7 @@ def _check_model(arguments: argparse.Namespace, recipe: Recipe, resumes: bool) -
         check_config(arguments.config, arguments.tp)
     if arguments.model:
         check_model(arguments.model, arguments.tp)
-    if arguments.tokenizer and not os.path.isdir(os.path.expanduser(arguments.tokenizer)):
+    if arguments.tokenizer is not None and not os.path.isdir(os.path.expanduser(arguments.tokenizer)):
         raise RequestError(f"--tokenizer {arguments.tokenizer} is not a directory")
 
 

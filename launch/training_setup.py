@@ -272,7 +272,7 @@ def _from_nothing(arguments: argparse.Namespace, recipe: Recipe) -> Start:
 
 
 def _new_tokenizer(arguments: argparse.Namespace, recipe: Recipe) -> Any:
-    if arguments.tokenizer:
+    if arguments.tokenizer is not None:
         return tokenizer_of_directory(Path(os.path.expanduser(arguments.tokenizer)))
     documents = list(read_documents(arguments.data))
     if recipe.eval_fraction is not None:

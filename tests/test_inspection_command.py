@@ -273,6 +273,7 @@ def test_what_cannot_be_served_is_told_before_the_model_is_loaded(
     [
         ("the", "--target 'the' is 3 tokens (t h e): give the text of one, with its space in front if"),
         ("id:263", "--target id:263 is outside the vocabulary: ids are 0 to 262"),
+        ("id:" + "9" * 5000, "--target 'id:999"),
     ],
 )
 def test_a_target_that_is_no_token(target: str, message: str, model: Path, capsys: pytest.CaptureFixture[str]) -> None:

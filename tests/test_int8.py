@@ -14,9 +14,9 @@ from torch import Tensor
 
 from tp.checkpoint import save_checkpoint
 from tp.errors import AutogradError, ConfigError, RequestError
+from tp.kernels.embedding_lookup import embedding_lookup
 from tp.kernels.int8_weight import Int8Weight
 from tp.kernels.linear import FEW_ROWS, linear
-from tp.kernels.look_up_rows import look_up_rows
 from tp.models import prepare_for_inference
 from tp.parallel import TensorParallelGroup
 
@@ -129,7 +129,7 @@ def test_a_weight_may_have_strides() -> None:
     weight = random(40, 9).t()
     int8 = Int8Weight(weight, weight.abs().amax(1))
     with torch.no_grad():
-        rows = look_up_rows(int8, torch.tensor([3, 8, 0]))
+        rows = embedding_lookup(int8, torch.tensor([3, 8, 0]))
     torch.testing.assert_close(rows, weight[[3, 8, 0]], atol=0.02, rtol=0)
 
 

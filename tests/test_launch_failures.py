@@ -75,6 +75,15 @@ def test_what_a_rank_does_wrong_by_itself_is_no_lost_peer(error: Exception) -> N
     assert raised(0, remote).lost_peer
 
 
+def test_an_error_that_fails_to_say_anything_is_told_by_its_type() -> None:
+    class Mute(Exception):
+        def __str__(self) -> str:
+            raise ValueError("x")
+
+    story = raised(1, Mute()).story(2, together=False, debug=False)
+    assert story.endswith("error: rank 1 of 2 failed with Mute: its text cannot be made\n")
+
+
 def test_stories_name_the_rank_last_and_once() -> None:
     def story(failure: Failure, *, together: bool = False, debug: bool = False) -> str:
         return failure.story(4, together=together, debug=debug)
@@ -82,6 +91,8 @@ def test_stories_name_the_rank_last_and_once() -> None:
     boom = story(raised(1, wrapped(RuntimeError("below"))))
     assert boom.endswith("ValueError: step 3 failed\nerror: rank 1 of 4 failed with ValueError: step 3 failed\n")
     assert "RuntimeError: below" in boom and boom.count("rank 1 of 4") == 1
+    long = story(raised(1, ValueError("\x1b[31m" + "x" * 5000))).splitlines()[-1]
+    assert long.startswith(r"error: rank 1 of 4 failed with ValueError: \x1b[31mxxx") and len(long) < 1300
     typed = raised(2, CheckpointError("a.safetensors is damaged"))
     assert story(typed) == "error: rank 2 of 4: a.safetensors is damaged\n"
     assert story(typed, together=True) == "error: a.safetensors is damaged\n"

@@ -135,6 +135,13 @@ def test_a_bar_shows_no_amount_before_one_is_known() -> None:
         assert list(dict.fromkeys(re.findall(r"\S+ (?:MB|bytes|MiB)", drawn.getvalue()))) == shown
 
 
+def test_characters_that_the_terminals_encoding_lacks_are_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    written = io.BytesIO()
+    monkeypatch.setattr("sys.stdout", io.TextIOWrapper(written, encoding="ascii"))
+    Terminal.of_process().show("Né ☃\n")
+    assert written.getvalue() == b"N? ?\n"
+
+
 def test_a_full_disk_is_a_clear_error() -> None:
     with open("/dev/full", "w", encoding="utf-8") as full:
         terminal = Terminal(full, full)

@@ -107,6 +107,8 @@ def test_combinations_with_files_that_are_refused(
     bare = ["train", "--data", str(inputs / "text.txt"), "--output", str(tmp_path / "run")]
     assert "--model (to fine-tune) or --config (to begin from nothing) is missing" in refusal(capfd, bare)
     assert "go with --config" in refusal(capfd, [*bare, "--model", str(inputs), "--train-tokenizer", "300"])
+    empty = ["--config", str(inputs / "config.json"), "--tokenizer", ""]
+    assert "--tokenizer  is not a directory" in refusal(capfd, [*bare, *empty])
 
 
 def test_a_recipe_is_inherited_and_may_not_change() -> None:

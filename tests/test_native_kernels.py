@@ -160,7 +160,7 @@ def test_odd_columns_are_multiplied_too() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_linear_widened_to_float32(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_linear_cast_to_float32(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(linear_module, "faster_in_float32", lambda x: True)
     x, bias = random(FEW_ROWS + 1, 51, dtype=dtype), random(UPCAST_ROWS + 3, dtype=dtype)
     weight = random(UPCAST_ROWS + 3, 51, dtype=dtype)

@@ -146,6 +146,13 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
         assert str(path) in str(raised.value) and complaint in str(raised.value)
 
 
+def test_a_line_without_end_is_not_read_to_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tp.training.data.documents.LONGEST_LINE", 8)
+    path = write(tmp_path / "a.txt", b"8 bytes\n" + b"more than 8\n")
+    with pytest.raises(RequestError, match="line 2: a line of more than 8 bytes: divide it"):
+        list(read_documents([path]))
+
+
 # Encoding
 
 TEXTS = ["the cat sat on the mat and the dog sat on the cat", "there is the other mat, there!"]
@@ -204,6 +211,16 @@ def whole_and_learned(tokenizer: Any, document: Any, **options: Any) -> tuple[st
     edges = [0, *(np.flatnonzero(np.diff(encoded.learned)) + 1).tolist(), len(encoded.learned)]
     runs = [slice(start, stop) for start, stop in itertools.pairwise(edges) if encoded.learned[start]]
     return tokenizer.decode(encoded.token_ids), [tokenizer.decode(encoded.token_ids[run]) for run in runs]
+
+
+def test_a_text_that_is_too_long_for_the_memory_is_refused(tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tp.training.data.encoding.free_host_memory", lambda: 2**20)
+    encoder = DocumentEncoder(tokenizer)
+    encoder.encode(PlainText("x" * 4000))
+    with pytest.raises(
+        CapacityError, match="^b.txt: to tokenize a text of 5000 characters takes about 1 MiB, 1 MiB is"
+    ):
+        encoder.encode(PlainText("x" * 5000, "b.txt"))
 
 
 def test_text_is_learned_whole_and_ended_once(tokenizer: Any) -> None:
@@ -337,6 +354,8 @@ def test_a_trained_tokenizer_encodes_any_text_and_is_read_by_transformers(tokeni
         assert own.encode(text) == again.encode(text)
     assert len(own.encode("the cat sat")) < 6
     assert again.backend_tokenizer.to_str() == train_tokenizer(TEXTS * 3, 280, "<end>").backend_tokenizer.to_str()
+    with pytest.raises(RequestError, match="a vocabulary of 1000000000 is more than 4194304 tokens"):
+        train_tokenizer(TEXTS, 10**9)
     with pytest.raises(RequestError, match="256 is too small"):
         train_tokenizer(TEXTS, 256)
 

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from faulty_runs import LAUNCH, ROOT
 
-from launch import model_command, ranks, script
+from launch import failures, model_command, ranks, script
 from launch.__main__ import main
 from launch.addresses import Endpoint
 from launch.rank_process import LAUNCHER
@@ -78,6 +78,9 @@ def test_a_launchers_variables_that_make_no_sense(
     "options, told",
     [
         (["--rdzv-backend", "foo"], "argument --rdzv-backend: invalid choice: 'foo'"),
+        (["--local-addr", "999.1.1.1"], "argument --local-addr: '999.1.1.1' is no address such as"),
+        (["--local-addr", ""], "argument --local-addr: '' is no address such as"),
+        (["--local-addr", "192.0.2.1"], "--local-addr 192.0.2.1 is no address of this machine: name one that it has"),
         (["--collective-timeout", "0"], "'0' is not a number of seconds above 0"),
         (["--collective-timeout", "nan"], "'nan' is not a number of seconds above 0"),
         (["--collective-timeout", "1e7"], "'1e7' is not a number of seconds above 0, and below 1000000"),
@@ -159,6 +162,12 @@ def test_no_room_for_temporary_files(monkeypatch: pytest.MonkeyPatch) -> None:
         ranks.start(["-c", ""], Placement(1))
 
 
+def test_too_few_open_files_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("launch.ranks.resource.getrlimit", lambda which: (31, 31))
+    with pytest.raises(RequestError, match="ulimit -n is 31: 2 ranks need 32 open files, raise it"):
+        ranks.start(["-c", ""], Placement(2))
+
+
 def test_no_further_process_can_be_started(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     def refuse(*arguments: object, **options: object) -> None:
         raise BlockingIOError(11, "Resource temporarily unavailable")
@@ -178,6 +187,16 @@ def test_a_rank_that_cannot_leave_its_record_tells_by_itself(tmp_path: Path) -> 
     run = finish([sys.executable, "-m", "launch.script", "script", str(path)], **variables)
     assert run.returncode == RankFailedError.exit_code
     assert run.stderr.endswith("error: rank 1 of 2 failed with ValueError: boom on purpose\n")
+
+
+def test_a_script_that_changes_its_environment_leaves_its_record(tmp_path: Path) -> None:
+    path, record = tmp_path / "script.py", tmp_path / "0" / "error.json"
+    record.parent.mkdir()
+    path.write_text("import os; os.environ.clear(); raise ValueError('boom on purpose')")
+    variables = {"RANK": "1", "WORLD_SIZE": "2", LAUNCHER: str(os.getpid()), "TORCHELASTIC_ERROR_FILE": str(record)}
+    finish([sys.executable, "-m", "launch.script", "script", str(path)], **variables)
+    (failure,) = failures.beside(record)
+    assert (failure.rank, failure.message) == (1, "ValueError: boom on purpose")
 
 
 # Real runs

@@ -22,7 +22,7 @@ def token_of(option: str, given: str, model: LanguageModel) -> int:
     Raises:
         RequestError: text that is not one token, or an id outside the vocabulary.
     """
-    match = re.fullmatch(r"id:(\d+)", given)
+    match = re.fullmatch(r"id:(\d{1,15})", given)
     token_id = int(match.group(1)) if match else _only_token(option, given, model)
     if token_id >= model.config.vocab_size:  # some tokenizers have more tokens than the model
         which = given if match else f"{given!r}, id {token_id},"

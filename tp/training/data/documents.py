@@ -29,6 +29,9 @@ SEPARATOR = "<|document|>"
 TEXT_SUFFIXES = (".txt", ".text", ".md")
 JSONL_SUFFIXES = (".jsonl", ".ndjson")
 
+LONGEST_LINE = 2**28
+"""Bytes: far above what can be tokenized at once."""
+
 _SHAPES = (("text",), ("prompt", "completion"), ("messages",))
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
@@ -179,7 +182,9 @@ def _lines(path: Path, advance: Callable[[int], None]) -> Lines:
     """Lines with their numbers from 1, each with its line break; nothing but a line feed ends a line."""
     try:
         with path.open("rb") as file:
-            for number, line in enumerate(file, start=1):
+            for number, line in enumerate(iter(lambda: file.readline(LONGEST_LINE + 1), b""), start=1):
+                if len(line) > LONGEST_LINE:
+                    raise RequestError(f"{_place(path, number)}: a line of more than {LONGEST_LINE} bytes: divide it")
                 try:
                     yield number, line.removeprefix(_BYTE_ORDER_MARK if number == 1 else b"").decode("utf-8")
                 except UnicodeDecodeError as error:

@@ -6,12 +6,15 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from tp.checkpoint.free_memory import free_host_memory
 from tp.checkpoint.tokenizer import as_checkpoint_error
-from tp.errors import RequestError
+from tp.errors import CapacityError, RequestError
 from tp.training.data.conversations import encode_conversation
-from tp.training.data.documents import Conversation, Document, PlainText, PromptAndCompletion
+from tp.training.data.documents import SEPARATOR, Conversation, Document, PlainText, PromptAndCompletion
 from tp.training.data.plain import continue_ids, encode_plain
 
+BYTES_A_CHARACTER = 256
+"""Of memory, at most about that many: a tokenizer holds all tokens of a text at once, with their texts and places."""
 BATCH_CHARACTERS = 1 << 20
 """Plain texts are handed to the tokenizer together, up to about this many characters."""
 
@@ -46,6 +49,7 @@ class DocumentEncoder:
 
     Raises:
         RequestError: neither the caller nor the tokenizer knows an end-of-sequence id.
+        CapacityError: where a text is encoded that is too long for the memory that is free.
     """
 
     def __init__(self, tokenizer: Any, eos_token_ids: Sequence[int] = ()) -> None:
@@ -85,6 +89,7 @@ class DocumentEncoder:
 
     def _encode_texts(self, documents: list[PlainText]) -> Iterator[EncodedDocument]:
         if documents:
+            _check_room(documents)
             texts = [document.text for document in documents]
             with as_checkpoint_error(f"the model's tokenizer fails on a text from {documents[0].place} on"):
                 plain_ids = self.tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"]
@@ -110,6 +115,16 @@ class DocumentEncoder:
 
     def _ended(self, ids: list[int]) -> list[int]:
         return ids if ids and ids[-1] in self.eos_token_ids else [*ids, self.eos_token_ids[0]]
+
+
+def _check_room(documents: Sequence[PlainText]) -> None:
+    needed, free = BYTES_A_CHARACTER * sum(len(document.text) for document in documents), free_host_memory()
+    if needed > free:
+        longest = max(documents, key=lambda document: len(document.text))
+        raise CapacityError(
+            f"{longest.place}: to tokenize a text of {len(longest.text)} characters takes about {needed >> 20} MiB, "
+            f"{free >> 20} MiB is free: divide it by lines of {SEPARATOR}"
+        )
 
 
 def _ids_before_text(tokenizer: Any) -> list[int]:

@@ -11,6 +11,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
 END_TOKEN = "<|endoftext|>"
+LARGEST_VOCABULARY = 2**22
+"""Tokens, above any model's; the trainer takes memory for all that are asked for."""
 _BYTES = 256
 
 
@@ -26,13 +28,15 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int, end_token: str = END_
         end_token: ends a text; id 0.
 
     Raises:
-        RequestError: a vocabulary too small for the bytes.
+        RequestError: a vocabulary too small for the bytes, or larger than any.
     """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
 
     if vocab_size <= _BYTES:
         raise RequestError(f"a vocabulary of {vocab_size} is too small: {_BYTES} bytes and the end token need more")
+    if vocab_size > LARGEST_VOCABULARY:
+        raise RequestError(f"a vocabulary of {vocab_size} is more than {LARGEST_VOCABULARY} tokens, the most of any")
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
