@@ -5,8 +5,10 @@ On CUDA a capture is a CUDA graph; on a CPU it is a tape of the C++ library's ca
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import operator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import Any, Protocol
 
 import torch
@@ -149,19 +151,19 @@ class _Watch(TorchDispatchMode):
 
 
 class Weights:
-    """Where the parameters and buffers of a model's modules lie: captured steps read them there."""
+    """The parameters and buffers of a model's modules: captured steps read them where they lie now."""
 
     def __init__(self, model: CausalLM) -> None:
-        owners = [owner for module in model.modules() for owner in (module._parameters, module._buffers)]
+        owners = (owner for module in model.modules() for owner in (module._parameters, module._buffers))
         self._owners = [owner for owner in owners if owner]
-        self._addresses = self._now()
+        self._found = list(self._now())
 
-    def have_moved(self) -> bool:
-        """Whether any was replaced, such as by `tp.models.prepare_for_inference`."""
-        return self._now() != self._addresses
+    def were_replaced(self) -> bool:
+        """Whether any is another tensor now, such as after `tp.models.prepare_for_inference`; asked at every step."""
+        return not all(map(operator.is_, self._now(), self._found))
 
-    def _now(self) -> list[int]:
-        return [tensor.data_ptr() for owner in self._owners for tensor in owner.values() if tensor is not None]
+    def _now(self) -> Iterator[Tensor | None]:
+        return chain.from_iterable(owner.values() for owner in self._owners)
 
 
 def has_hooks(model: CausalLM) -> bool:
@@ -235,7 +237,7 @@ class DecodeGraphs:
         self._cache.check_room(step)
         if self._model.model.tap is not None:  # it is Python, and sees every step
             return self._model.next_token_logits(step, self._cache)
-        if not self._refused and self._weights.have_moved():
+        if not self._refused and self._weights.were_replaced():
             self._refuse("the model's weights were replaced while it generates")
         if not self._refused and step.num_tokens <= self._capture.most_sequences:
             size = min(self._capture.size(step.num_tokens), self._cache.num_slots)
