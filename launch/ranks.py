@@ -141,10 +141,10 @@ def _environment(placement: Placement, debug: bool) -> Mapping[str, str]:
 
 def _check_open_files(placement: Placement) -> None:
     """With too few, torch waits without end for its own store, or fails in the middle of starting."""
-    needed = FILES + FILES_A_RANK * placement.world_size
+    needed = FILES + FILES_A_RANK * placement.ranks_here
     limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if 0 <= limit < needed:
-        raise RequestError(f"ulimit -n is {limit}: {placement.world_size} ranks need {needed} open files, raise it")
+        raise RequestError(f"ulimit -n is {limit}: {placement.ranks_here} ranks need {needed} open files, raise it")
 
 
 def _temporary_directory() -> Path:
