@@ -119,9 +119,11 @@ def test_few_captured_steps_are_kept() -> None:
     assert capture is not None
     caches = [KVCache(model.config, model.group, 6, CAPACITY, dtype=model.dtype) for _ in range(2)]
     graphs = DecodeGraphs(model, caches[0], capture)
+    lengths = [0] * 6
     with torch.no_grad():
-        for start, size in enumerate((6, 6, 5, 5, 4, 4, 3, 3, 6, 2, 2, 5)):
-            step = Step(torch.arange(size), tuple(SequenceSlice(1, start, slot) for slot in range(size)))
+        for size in (6, 6, 5, 5, 4, 4, 3, 3, 6, 2, 2, 5):
+            step = Step(torch.arange(size), tuple(SequenceSlice(1, lengths[slot], slot) for slot in range(size)))
+            lengths = [length + (slot < size) for slot, length in enumerate(lengths)]
             plain = model.next_token_logits(step, caches[1]).local
             assert torch.equal(graphs.next_token_logits(step).local, plain)
     assert list(graphs._captured) == [3, 6, 2, 5]
