@@ -175,11 +175,12 @@ def test_upcast_matmul_is_switched_off_by_its_name(monkeypatch: pytest.MonkeyPat
         assert upcast_matmul.faster_in_float32(random(2, 2)) == (not disabled)
 
 
-@pytest.mark.parametrize("threads", [1, 5])
+@pytest.mark.parametrize("threads", [1, 16])  # more than KV heads: the context is split between them
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("window", [None, 7])
 @pytest.mark.parametrize(
-    "heads, kv_heads, tp_size, tp_rank, head_dim", [(14, 2, 4, 1, 8), (6, 3, 1, 0, 40), (9, 3, 2, 1, 64)]
+    "heads, kv_heads, tp_size, tp_rank, head_dim",
+    [(14, 2, 4, 1, 8), (6, 3, 1, 0, 40), (9, 3, 2, 1, 64), (3, 3, 1, 0, 34), (7, 1, 1, 0, 72)],
 )
 def test_decode_attention(
     heads: int,

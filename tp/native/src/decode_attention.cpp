@@ -7,10 +7,11 @@
 #include <algorithm>
 #include <cmath>
 #include <limits>
+#include <type_traits>
 #include <vector>
 
 #include "exponential.h"
-#include "spread.h"
+#include "lanes.h"
 #include "tape.h"
 #include "threads.h"
 #include "vectors.h"
@@ -19,6 +20,9 @@ namespace tp {
 namespace {
 
 constexpr int64_t kBlock = 64;               // keys whose scores are kept at a time
+constexpr int kKeys = 4;                     // keys, and
+constexpr int kHeads = 3;                    // query heads, whose products of one register fit the other registers
+constexpr int64_t kAhead = 64;               // rows that are asked for before they are read: CPUs look ahead in a page
 constexpr int64_t kFewestKeysPerPart = 256;  // below this a part costs more than it saves
 
 template <typename T>
@@ -64,81 +68,158 @@ void append(const Decode<T>& d, int64_t token) {
   }
 }
 
-// scores ← exp(scores − largest); returns their sum.
-float exponentials(float* scores, float largest, int64_t count) {
-  Floats total = {};
-  int64_t i = 0;
-  for (; i + kLanes <= count; i += kLanes) {
-    const Floats value = exponential(load(scores + i) - largest);
-    std::memcpy(scores + i, &value, sizeof value);
-    total += value;
+// Elements in whole registers.
+template <typename T>
+int64_t registers(int64_t elements) {
+  return (elements + Lanes<T>::kCount - 1) / Lanes<T>::kCount;
+}
+
+// Query heads that share a KV head, kHeads of them at a time, and a block of its keys.
+//
+// scores[h, i] = q_h · k_i. Keys are taken in fours, whose sums over lanes are made together; after the last key it is
+// taken again.
+template <int kHeads, typename T>
+void score(const Lanes<T>* queries, const T* keys, int64_t count, int64_t size, float* scores) {
+  for (int64_t first = 0; first < count; first += kKeys) {
+    const T* rows[kKeys];
+    for (int i = 0; i < kKeys; ++i) rows[i] = keys + std::min(first + i, count - 1) * size;
+    Floats totals[kHeads][kKeys] = {};
+    for_each_lanes<T>(size, [&](int64_t place, auto load, auto) {
+      const Lanes<T>* query = queries + place / Lanes<T>::kCount;
+#pragma GCC unroll 4
+      for (int i = 0; i < kKeys; ++i) {
+        __builtin_prefetch(rows[i] + place + kAhead * size);
+        const Lanes<T> key = load(rows[i] + place);
+#pragma GCC unroll 3
+        for (int h = 0; h < kHeads; ++h)
+          totals[h][i] = query[h * registers<T>(size)].add_products(totals[h][i], key);
+      }
+    });
+    for (int h = 0; h < kHeads; ++h) sums<kKeys>(totals[h], scores + h * kBlock + first);
   }
-  float result = sum(total);
-  for (; i < count; ++i) result += scores[i] = std::exp(scores[i] - largest);
-  return result;
+}
+
+// outputs[h] += Σ_i weights[h, i] v_i
+template <int kHeads, typename T>
+void add_values(const float* weights, const T* values, int64_t count, int64_t size, Lanes<T>* outputs) {
+  for_each_lanes<T>(size, [&](int64_t place, auto load, auto) {
+    Lanes<T>* output = outputs + place / Lanes<T>::kCount;
+    Lanes<T> totals[kHeads];
+    for (int h = 0; h < kHeads; ++h) totals[h] = output[h * registers<T>(size)];
+    for (int64_t i = 0; i < count; ++i) {
+      __builtin_prefetch(values + (kAhead + i) * size + place);
+      const Lanes<T> value = load(values + i * size + place);
+#pragma GCC unroll 3
+      for (int h = 0; h < kHeads; ++h) totals[h].add_product(weights[h * kBlock + i], value);
+    }
+    for (int h = 0; h < kHeads; ++h) output[h * registers<T>(size)] = totals[h];
+  });
+}
+
+// Calls work(number, first) for all of [0, heads), `number` a constant of at most kHeads.
+template <typename Work>
+void for_each_heads(int64_t heads, const Work& work) {
+  int64_t first = 0;
+  for (; first + kHeads <= heads; first += kHeads) work(std::integral_constant<int, kHeads>{}, first);
+  if (heads - first == 2) work(std::integral_constant<int, 2>{}, first);
+  if (heads - first == 1) work(std::integral_constant<int, 1>{}, first);
 }
 
 // The query heads of one KV head, and a part of one sequence's keys: what a thread works on.
 struct Part {
   int64_t token, kv_head, first_head, last_head, first_key, last_key;
+
+  int64_t heads() const { return last_head - first_head; }
 };
 
-// Of one query head over a part of the keys: largest score, Σ exp(score − largest), Σ exp(score − largest) · v.
+// Of some query heads over a part of the keys: for each its largest score, Σ exp(score − largest), and
+// Σ exp(score − largest) · v.
+template <typename T>
 struct Softmax {
-  float largest = std::numeric_limits<float>::lowest();  // scores may be -inf
-  float sum = 0;
-  std::vector<float> weighted;
+  std::vector<float> largest, sum;
+  std::vector<Lanes<T>> outputs;  // [heads, registers]
+
+  Softmax(int64_t heads, int64_t size)
+      : largest(heads, std::numeric_limits<float>::lowest()),  // scores may be -inf
+        sum(heads, 0.0f),
+        outputs(heads * registers<T>(size), Lanes<T>{}) {}
+
+  // scores ← exp(scores · scale − largest), after what there is was made to fit a new largest one.
+  void add(int64_t head, float* scores, float scale) {
+    Floats most = load(scores);
+    for (int64_t i = kLanes; i < kBlock; i += kLanes) {
+      const Floats other = load(scores + i);
+      most = most > other ? most : other;
+    }
+    const float before = largest[head];
+    largest[head] = std::max(before, maximum(most) * scale);
+    Floats total = {};
+    for (int64_t i = 0; i < kBlock; i += kLanes) {
+      const Floats value = exponential(load(scores + i) * scale - largest[head]);
+      std::memcpy(scores + i, &value, sizeof value);
+      total += value;
+    }
+    const float shrink = std::exp(before - largest[head]);
+    sum[head] = sum[head] * shrink + tp::sum(total);
+    const int64_t width = outputs.size() / largest.size();
+    for (int64_t c = 0; c < width; ++c) outputs[head * width + c] = outputs[head * width + c] * shrink;
+  }
 };
 
 template <typename T>
-void attend(const Decode<T>& d, const Part& part, Softmax* results) {
-  const int64_t heads = part.last_head - part.first_head, size = d.head_dim;
-  std::vector<T> turned(size);
-  std::vector<float> queries(heads * size), scores(heads * kBlock);
-  for (int64_t h = 0; h < heads; ++h) {
-    rotate(d.q + part.token * d.q_stride + (part.first_head + h) * size, d.cosine + part.token * size,
-           d.sine + part.token * size, size, turned.data());
-    spread(turned.data(), size, queries.data() + h * size);
-    results[h].weighted.assign(size, 0.0f);
+std::vector<Lanes<T>> rotated_queries(const Decode<T>& d, const Part& part) {
+  const int64_t width = registers<T>(d.head_dim);
+  std::vector<T> turned(width * Lanes<T>::kCount);
+  std::vector<Lanes<T>> queries(part.heads() * width);
+  for (int64_t h = 0; h < part.heads(); ++h) {
+    rotate(d.q + part.token * d.q_stride + (part.first_head + h) * d.head_dim, d.cosine + part.token * d.head_dim,
+           d.sine + part.token * d.head_dim, d.head_dim, turned.data());
+    for (int64_t c = 0; c < width; ++c) queries[h * width + c] = Lanes<T>::load(&turned[c * Lanes<T>::kCount]);
   }
-  const int64_t offset = d.slots[part.token] * d.slot_stride + part.kv_head * d.head_stride;
-  for (int64_t first = part.first_key; first < part.last_key; first += kBlock) {
-    const int64_t count = std::min(kBlock, part.last_key - first);
-    for (int64_t key = 0; key < count; ++key) {
-      const T* row = d.keys + offset + (first + key) * size;
-      for (int64_t h = 0; h < heads; ++h)
-        scores[h * kBlock + key] = d.scale * dot_spread(queries.data() + h * size, row, size);
-    }
-    for (int64_t h = 0; h < heads; ++h) {
-      Softmax& result = results[h];
-      float* score = scores.data() + h * kBlock;
-      const float largest = std::max(result.largest, *std::max_element(score, score + count));
-      const float shrink = std::exp(result.largest - largest);
-      result.largest = largest;
-      result.sum *= shrink;
-      for (float& x : result.weighted) x *= shrink;
-      result.sum += exponentials(score, largest, count);
-    }
-    for (int64_t key = 0; key < count; ++key) {
-      const T* row = d.values + offset + (first + key) * size;
-      for (int64_t h = 0; h < heads; ++h)
-        add_spread(results[h].weighted.data(), scores[h * kBlock + key], row, size);
-    }
-  }
+  return queries;
 }
 
 template <typename T>
-void combine(const Decode<T>& d, int64_t token, int64_t head, const Softmax* const* parts, int64_t count) {
-  float largest = -std::numeric_limits<float>::infinity(), sum = 0;
-  for (int64_t i = 0; i < count; ++i) largest = std::max(largest, parts[i]->largest);
-  std::vector<float> total(d.head_dim, 0.0f);
-  for (int64_t i = 0; i < count; ++i) {
-    const float share = std::exp(parts[i]->largest - largest);
-    sum += share * parts[i]->sum;
-    for (int64_t c = 0; c < d.head_dim; ++c) total[c] += share * parts[i]->weighted[c];
+void attend(const Decode<T>& d, const Part& part, Softmax<T>& result) {
+  const int64_t size = d.head_dim, width = registers<T>(size);
+  const std::vector<Lanes<T>> queries = rotated_queries(d, part);
+  std::vector<float> scores(part.heads() * kBlock);
+  const int64_t offset = d.slots[part.token] * d.slot_stride + part.kv_head * d.head_stride;
+  for (int64_t first = part.first_key; first < part.last_key; first += kBlock) {
+    const int64_t count = std::min(kBlock, part.last_key - first);
+    const T *keys = d.keys + offset + first * size, *values = d.values + offset + first * size;
+    for_each_heads(part.heads(), [&](auto number, int64_t h) {
+      score<number>(&queries[h * width], keys, count, size, &scores[h * kBlock]);
+    });
+    for (int64_t h = 0; h < part.heads(); ++h) {
+      std::fill_n(&scores[h * kBlock] + count, kBlock - count, -std::numeric_limits<float>::infinity());
+      result.add(h, &scores[h * kBlock], d.scale);
+    }
+    for_each_heads(part.heads(), [&](auto number, int64_t h) {
+      add_values<number>(&scores[h * kBlock], values, count, size, &result.outputs[h * width]);
+    });
   }
-  for (float& x : total) x /= sum;
-  gather_spread(total.data(), d.head_dim, d.out + (token * d.heads + head) * d.head_dim);
+}
+
+// The output of a part's heads from those of all parts with the same heads.
+template <typename T>
+void combine(const Decode<T>& d, const Part& part, const Softmax<T>* parts, int64_t count) {
+  const int64_t size = d.head_dim, width = registers<T>(size);
+  for (int64_t h = 0; h < part.heads(); ++h) {
+    float largest = -std::numeric_limits<float>::infinity(), sum = 0;
+    for (int64_t i = 0; i < count; ++i) largest = std::max(largest, parts[i].largest[h]);
+    std::vector<Lanes<T>> total(width);
+    for (int64_t i = 0; i < count; ++i) {
+      const float share = std::exp(parts[i].largest[h] - largest);
+      sum += share * parts[i].sum[h];
+      for (int64_t c = 0; c < width; ++c) total[c] = total[c] + parts[i].outputs[h * width + c] * share;
+    }
+    T* out = d.out + (part.token * d.heads + part.first_head + h) * size;
+    for (int64_t c = 0; c < width; ++c) {
+      const Lanes<T> quotient = total[c].map([sum](Floats x) { return x / sum; }).rounded();
+      store_first(quotient, out + c * Lanes<T>::kCount, std::min(Lanes<T>::kCount, size - c * Lanes<T>::kCount));
+    }
+  }
 }
 
 // One task for the query heads of each KV head of each token, or several with a part of the keys each.
@@ -162,22 +243,17 @@ template <typename T>
 void decode_attention(const Decode<T>& d, int threads) {
   for (int64_t token = 0; token < d.tokens; ++token) append(d, token);
   const std::vector<Part> parts = parts_of(d, threads);
-  std::vector<std::vector<Softmax>> results(parts.size());
-  for (size_t i = 0; i < parts.size(); ++i) results[i].resize(parts[i].last_head - parts[i].first_head);
+  std::vector<Softmax<T>> results;
+  for (const Part& part : parts) results.emplace_back(part.heads(), d.head_dim);
   in_parallel(parts.size(), threads, [&](int64_t first, int64_t last) {
-    for (int64_t i = first; i < last; ++i) attend(d, parts[i], results[i].data());
+    for (int64_t i = first; i < last; ++i) attend(d, parts[i], results[i]);
   });
-  std::vector<const Softmax*> of_head;
   for (size_t first = 0, last; first < parts.size(); first = last) {  // consecutive parts of the same query heads
     const Part& part = parts[first];
     for (last = first; last < parts.size() && parts[last].token == part.token &&
                        parts[last].first_head == part.first_head;)
       ++last;
-    for (int64_t h = 0; h < part.last_head - part.first_head; ++h) {
-      of_head.clear();
-      for (size_t i = first; i < last; ++i) of_head.push_back(&results[i][h]);
-      combine(d, part.token, part.first_head + h, of_head.data(), of_head.size());
-    }
+    combine(d, part, &results[first], last - first);
   }
 }
 

@@ -29,6 +29,8 @@ struct Lanes<float> {
     return {function(all)};
   }
   Floats squares() const { return all * all; }
+  Floats add_products(Floats total, const Lanes& other) const { return tp::add_product(total, all, other.all); }
+  void add_product(float factor, const Lanes& other) { all = tp::add_product(all, broadcast(factor), other.all); }
 };
 
 template <>
@@ -54,6 +56,14 @@ struct Lanes<BFloat16> {
     return {function(even), function(odd)};
   }
   Floats squares() const { return even * even + odd * odd; }
+  Floats add_products(Floats total, const Lanes& other) const {
+    return tp::add_product(tp::add_product(total, even, other.even), odd, other.odd);
+  }
+  void add_product(float factor, const Lanes& other) {
+    const Floats lanes = broadcast(factor);
+    even = tp::add_product(even, lanes, other.even);
+    odd = tp::add_product(odd, lanes, other.odd);
+  }
 
  private:
   // As to_bfloat16, for each lane; the result is still a float. A NaN needs no care: it comes from a bfloat16 or from
