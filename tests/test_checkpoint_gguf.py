@@ -231,9 +231,7 @@ def test_llama3_scaling_is_found_in_the_frequency_factors(
 ) -> None:
     """llama.cpp keeps by what frequencies are divided, not the settings: factor 32 must not be read as 8."""
     config = make_config("llama", head_dim=128, hidden_size=96, rope=RopeConfig(rope_theta=500000.0))
-    factors = np.array(llama3_factors(500000.0, 128, factor, 1.0, high, context), dtype=np.float32)
-    found = config_of(tmp_path, config, **{"rope_freqs.weight": factors}).rope
-    assert found == RopeConfig(
+    rope = RopeConfig(
         "llama3",
         500000.0,
         factor,
@@ -241,6 +239,8 @@ def test_llama3_scaling_is_found_in_the_frequency_factors(
         low_freq_factor=1.0,
         high_freq_factor=high,
     )
+    factors = llama3_factors(rope, 128).float().numpy()
+    assert config_of(tmp_path, config, **{"rope_freqs.weight": factors}).rope == rope
 
 
 def test_frequency_factors_are_read_whatever_torchs_default_dtype(tmp_path: Path) -> None:
@@ -253,17 +253,17 @@ def test_frequency_factors_are_read_whatever_torchs_default_dtype(tmp_path: Path
 
 def test_llama3_factors_have_the_values_of_the_published_formula() -> None:
     """Wavelengths 2π · 10ʲ: those below 8192/4 are kept, those above 8192 divided by 8, 6283 is interpolated."""
-    factors = llama3_factors(10.0**10, 20, 8.0, 1.0, 4.0, 8192)
-    assert factors[:3] == [1.0, 1.0, 1.0] and factors[4:] == [8.0] * 6
+    factors = llama3_factors(RopeConfig("llama3", 1e10, 8.0, 8192, 1.0, 4.0), 20).tolist()
+    assert factors[:3] == pytest.approx([1.0] * 3) and factors[4:] == pytest.approx([8.0] * 6)
     smooth = (8192 / (2 * math.pi * 1000) - 1) / 3
     assert factors[3] == pytest.approx(1 / ((1 - smooth) / 8 + smooth), rel=1e-6)
 
 
 def test_frequency_factors_that_are_no_llama3_scaling_are_an_error(tmp_path: Path) -> None:
     config = make_config("llama")
-    factors = np.linspace(1, 9, 16, dtype=np.float32)
-    with pytest.raises(CheckpointError, match=r"rope_freqs\.weight are not those of any llama3 rope scaling"):
-        config_of(tmp_path, config, **{"rope_freqs.weight": factors})
+    for factors in (np.linspace(1, 9, 16), np.zeros(16), np.full(16, np.nan)):
+        with pytest.raises(CheckpointError, match=r"rope_freqs\.weight are not those of any llama3 rope scaling"):
+            config_of(tmp_path, config, **{"rope_freqs.weight": factors.astype(np.float32)})
     ones = np.ones(16, dtype=np.float32)
     assert config_of(tmp_path, config, **{"rope_freqs.weight": ones}) == config
 

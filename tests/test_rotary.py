@@ -9,7 +9,7 @@ from tiny_models import ROPE_PARAMETERS, hub_config
 from tp.config import ModelConfig
 from tp.kernels.rotary import apply_rotary
 from tp.layers import RotaryEmbedding, SequenceSlice, Step
-from tp.layers.rotary import inverse_frequencies
+from tp.layers.rope_frequencies import inverse_frequencies
 from tp.rope_config import RopeConfig
 
 VARIANTS = {

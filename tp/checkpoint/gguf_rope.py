@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -12,6 +12,8 @@ from torch import Tensor
 from tp.checkpoint.file_reader import FileReader, bytes_of
 from tp.checkpoint.gguf_header import GgufHeader
 from tp.errors import CheckpointError
+from tp.layers.rope_frequencies import default_inverse_frequencies, llama3_inverse_frequencies
+from tp.rope_config import RopeConfig
 
 ROPE_FACTORS = "rope_freqs.weight"
 """The tensor, [head_dim / 2] float32, by which llama.cpp divides the frequencies of a llama3-scaled model."""
@@ -78,20 +80,10 @@ def rope_parameters(
     return parameters | _llama3_parameters(factors, parameters["rope_theta"], head_dim)
 
 
-def llama3_factors(
-    rope_theta: float, head_dim: int, factor: float, low: float, high: float, original_context: int
-) -> list[float]:
-    """By what the llama3 rope type divides each frequency, as llama.cpp's converter computes it.
-
-    Wavelengths below original_context / high keep their frequency, those above original_context / low are
-    divided by `factor`, those between are interpolated.
-    """
-    result = []
-    for wavelength in _wavelengths(rope_theta, head_dim):
-        smooth = (original_context / wavelength - low) / (high - low)
-        smooth = min(1.0, max(0.0, smooth))
-        result.append(1.0 / ((1.0 - smooth) / factor + smooth))
-    return result
+def llama3_factors(rope: RopeConfig, head_dim: int) -> Tensor:
+    """[head_dim / 2] float64: by what the llama3 rope type divides each frequency."""
+    plain = default_inverse_frequencies(rope.rope_theta, head_dim).double()
+    return plain / llama3_inverse_frequencies(plain, rope)
 
 
 def _llama3_parameters(factors: Tensor, rope_theta: float, head_dim: int) -> dict[str, Any]:
@@ -100,28 +92,21 @@ def _llama3_parameters(factors: Tensor, rope_theta: float, head_dim: int) -> dic
     Only the ends of the band count, original_context / low and original_context / high, so low is taken as 1
     as in every published model.
     """
-    given = factors.double().tolist()
-    factor = round(max(given), 4)
+    given = factors.double()
+    factor = round(float(given.max()), 4)
     for low, high, context in (_USUAL_BANDS[0], *_fitted_band(given, factor, rope_theta, head_dim), *_USUAL_BANDS[1:]):
-        expected = llama3_factors(rope_theta, head_dim, factor, low, high, context)
-        if len(expected) == len(given) and _close(expected, given):
-            return {
-                "rope_type": "llama3",
-                "factor": factor,
-                "low_freq_factor": low,
-                "high_freq_factor": high,
-                "original_max_position_embeddings": context,
-            }
+        rope = RopeConfig("llama3", rope_theta, factor, context, low, high)
+        if torch.allclose(llama3_factors(rope, head_dim), given, rtol=_TOLERANCE, atol=0):
+            return {name: value for name, value in rope.to_hf().items() if name != "rope_theta"}
     raise CheckpointError(f"{ROPE_FACTORS} are not those of any llama3 rope scaling: they are not supported")
 
 
-def _fitted_band(
-    given: Sequence[float], factor: float, rope_theta: float, head_dim: int
-) -> list[tuple[float, float, int]]:
+def _fitted_band(given: Tensor, factor: float, rope_theta: float, head_dim: int) -> list[tuple[float, float, int]]:
     """The band (low = 1, high, original context) from two interpolated factors, whose 1/f is linear in 1/wavelength."""
+    turns_per_token = default_inverse_frequencies(rope_theta, head_dim).double() / (2 * math.pi)
     points = [
-        (1.0 / wavelength, (1.0 / value - 1.0 / factor) / (1.0 - 1.0 / factor))
-        for wavelength, value in zip(_wavelengths(rope_theta, head_dim), given, strict=False)
+        (turns, (1.0 / value - 1.0 / factor) / (1.0 - 1.0 / factor))
+        for turns, value in zip(turns_per_token.tolist(), given.tolist(), strict=True)
         if 1.0 < value < factor * (1 - 1e-6)
     ]
     if len(points) < 2:
@@ -133,12 +118,3 @@ def _fitted_band(
         return []
     high = round(1.0 - 1.0 / intercept, 3)
     return [(1.0, high, round(slope * (high - 1.0)))]
-
-
-def _close(expected: Sequence[float], given: Sequence[float]) -> bool:
-    return all(math.isclose(a, b, rel_tol=_TOLERANCE) for a, b in zip(expected, given, strict=True))
-
-
-def _wavelengths(rope_theta: float, head_dim: int) -> list[float]:
-    frequencies = 1.0 / rope_theta ** (torch.arange(0, head_dim, 2, dtype=torch.float32, device="cpu") / head_dim)
-    return [2 * math.pi / frequency for frequency in frequencies.tolist()]

@@ -33,11 +33,16 @@ def resolve(name: str, group: TensorParallelGroup) -> Path:
     if any(found):
         here, missing = found.index(True), found.index(False)
         raise CheckpointError(f"{name} exists for rank {here}, but not for rank {missing}: it must be on every machine")
-    if not _HUB_ID.fullmatch(name) or name.endswith((".gguf", ".safetensors")):
+    if not is_hub_id(name):
         raise CheckpointError(f"{name!r} is neither a file or directory nor a Hub id")
     fetches = group.rank == ranks_on_this_host(group)[0]
     work_together(group, lambda: _fetch(name, offline=False) if fetches else None)
     return group.agree(lambda: _fetch(name, offline=True))
+
+
+def is_hub_id(name: str) -> bool:
+    """Whether the Hub may have a model of that name, and no file is meant."""
+    return bool(_HUB_ID.fullmatch(name)) and not name.endswith((".gguf", ".safetensors", ".json"))
 
 
 def _exists(path: Path) -> bool:
@@ -49,13 +54,18 @@ def _exists(path: Path) -> bool:
 
 def _fetch(name: str, *, offline: bool) -> Path:
     """Settings first, which say which weights there are, then those weights: never pickles, never a second copy."""
-    directory = _snapshot(name, SETTINGS_FILES, offline=offline)
+    directory = snapshot(name, SETTINGS_FILES, offline=offline)
     index = directory / INDEX
     weights = sorted(set(files_named(read_json(index), index).values())) if index.is_file() else [SINGLE_FILE]
-    return _snapshot(name, [*SETTINGS_FILES, *weights], offline=offline)
+    return snapshot(name, [*SETTINGS_FILES, *weights], offline=offline)
 
 
-def _snapshot(name: str, patterns: Sequence[str], *, offline: bool) -> Path:
+def snapshot(name: str, patterns: Sequence[str], *, offline: bool) -> Path:
+    """The files of a Hub model's root that match a pattern, in the Hub's cache; with `offline` only if they are there.
+
+    Raises:
+        CheckpointError: no such model, or it cannot be fetched.
+    """
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import (
         HfHubHTTPError,

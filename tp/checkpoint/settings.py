@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 
 from tp.checkpoint.directory import CONFIG, read_config, read_json
-from tp.checkpoint.hub import _HUB_ID, _snapshot
+from tp.checkpoint.hub import is_hub_id, snapshot
 from tp.config import ModelConfig
 from tp.errors import CheckpointError
 
@@ -49,6 +49,6 @@ def _of_gguf(path: Path) -> ModelConfig:
 
 
 def _fetched(name: str) -> Path:
-    if not _HUB_ID.fullmatch(name) or name.endswith((".gguf", ".safetensors", ".json")):
+    if not is_hub_id(name):
         raise CheckpointError(f"{name!r} is neither a file or directory nor a Hub id")
-    return _snapshot(name, (CONFIG,), offline=False)
+    return snapshot(name, (CONFIG,), offline=False)
