@@ -255,11 +255,26 @@ def test_a_gguf_header_without_end_is_not_searched_to_its_end(tmp_path: Path) ->
     """Zeros are pairs of an empty name; as strings of a vocabulary they are empty: a terabyte of them is at hand."""
     path = tmp_path / "a.gguf"
     key = (1).to_bytes(8, "little") + b"k" + (9).to_bytes(4, "little") + (8).to_bytes(4, "little")
-    for pairs in (b"", key + (2**60).to_bytes(8, "little")):
+    room = "damaged or truncated GGUF file: an array claims .* strings: there is no room for their lengths"
+    for pairs, message in (
+        (b"", "damaged or truncated GGUF file: '' is set twice"),
+        (key + (2**60).to_bytes(8, "little"), room),
+        (key + (2**36).to_bytes(8, "little"), room),  # in the file there is, in a header there is not
+    ):
         path.write_bytes(b"GGUF" + (3).to_bytes(4, "little") + bytes(8) + (2**60).to_bytes(8, "little") + pairs)
         os.truncate(path, 2**40)
-        with pytest.raises(CheckpointError, match="damaged or truncated"):
+        with pytest.raises(CheckpointError, match=message):
             GgufHeader.read(path)
+
+
+@pytest.mark.parametrize("length", [2**64 - 1, 2**40, 100])
+def test_a_string_of_an_array_that_is_longer_than_the_file(tmp_path: Path, length: int) -> None:
+    path = tmp_path / "a.gguf"
+    key = (1).to_bytes(8, "little") + b"k" + (9).to_bytes(4, "little") + (8).to_bytes(4, "little")
+    strings = (2).to_bytes(8, "little") + length.to_bytes(8, "little") + bytes(8)
+    path.write_bytes(b"GGUF" + (3).to_bytes(4, "little") + bytes(8) + (1).to_bytes(8, "little") + key + strings)
+    with pytest.raises(CheckpointError, match="damaged or truncated GGUF file: "):
+        GgufHeader.read(path)
 
 
 def test_a_vocabulary_is_no_setting_and_takes_no_memory(tmp_path: Path) -> None:

@@ -29,6 +29,7 @@ LARGEST_HEADER = 2**26
 LONGEST_ARRAY = 2**14
 """Numbers of an array that is kept: settings by layer."""
 MOST_DIMENSIONS = 4
+_LENGTH = struct.Struct("<Q")
 
 
 @dataclass(frozen=True)
@@ -132,6 +133,15 @@ class _Parser:
         if self.position > len(self.data):
             raise ValueError("a string or array reaches past the end")
 
+    def skip_strings(self, count: int) -> None:
+        """Steps over `count` strings; a vocabulary and its merges are hundreds of thousands."""
+        if count * _LENGTH.size > len(self.data) - self.position:
+            raise ValueError(f"an array claims {count} strings: there is no room for their lengths")
+        position, length_at = self.position, _LENGTH.unpack_from
+        for _ in range(count):
+            position += _LENGTH.size + length_at(self.data, position)[0]
+        self.skip(position - self.position)
+
     def value(self, kind: int) -> Any:
         """One metadata value; None for an array of strings or of many numbers, which is stepped over."""
         if kind == _STRING:
@@ -140,8 +150,7 @@ class _Parser:
             return self.take(_code(kind))[0]
         item_kind, count = self.take("IQ")
         if item_kind == _STRING:
-            for _ in range(count):
-                self.skip(self.take("Q")[0])
+            self.skip_strings(count)
             return None
         begin, code = self.position, _code(item_kind)
         self.skip(count * struct.calcsize("<" + code))
