@@ -192,6 +192,7 @@ def test_dtypes_are_those_of_the_commands_where_none_is_asked_for():
         (["--dtype", "float16"], "--dtype float16 cannot be trained in"),
         (["--resume"], "--resume needs --json FILE"),
         (["--compare", "vllm"], "--compare needs --model"),
+        (["--gguf", "m.gguf"], "--gguf is what llama_cpp loads: it goes with --compare llama_cpp"),
         (["--markdown", "/nowhere/x.md"], "there is no directory /nowhere"),
     ],
 )  # fmt: skip

@@ -77,6 +77,8 @@ def check(arguments: argparse.Namespace) -> None:
         check_config(arguments.config, highest)
     if arguments.compare and arguments.config is not None:
         raise RequestError("--compare needs --model: other systems load a checkpoint, and --config has no weights")
+    if arguments.gguf is not None and llama_cpp.NAME not in arguments.compare:
+        raise RequestError(f"--gguf is what {llama_cpp.NAME} loads: it goes with --compare {llama_cpp.NAME}")
     if arguments.compare and arguments.device == "cuda":
         raise RequestError("--compare goes with --device cpu: the peers' environments are builds for CPUs")
     others = [name for name in arguments.dtype or () if name not in TRAINING_DTYPES]
@@ -175,7 +177,7 @@ def _add_model_options(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--config", type=place, metavar="FILE", help="instead: a config.json, filled with random weights"
     )
-    group.add_argument("--gguf", metavar="FILE", help="the same model for llama.cpp (default: MODEL.gguf)")
+    group.add_argument("--gguf", metavar="FILE", help="the same model for --compare llama_cpp (default: MODEL.gguf)")
 
 
 def _add_sweep_options(group: argparse._ArgumentGroup) -> None:
