@@ -31,7 +31,7 @@ def check_directory(option: str, path: Path) -> None:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise RequestError(f"{option} {path} cannot be made: {error.strerror or error}") from error
-    _try(option, path / "figure.png")
+    _try(option, path / "file")
 
 
 def write(option: str, path: Path, content: bytes) -> None:

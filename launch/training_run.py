@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from launch.output_files import check_directory
 from launch.rank_process import end_at_once
 from launch.stop_request import StopRequest
 from launch.terminal import Terminal
@@ -32,7 +33,7 @@ METRICS, PLOT = "metrics.jsonl", "loss.png"
 def run(arguments: argparse.Namespace, world: TensorParallelGroup, terminal: Terminal) -> None:
     """Trains, on every rank; rank 0 tells what there is to tell."""
     with StopRequest(arguments.grace, lambda: _give_up(arguments.grace)) as stop_requested:
-        world.agree(lambda: check(arguments) if world.rank == 0 else None)
+        world.agree(lambda: _check(arguments) if world.rank == 0 else None)
         saved = world.communicator.all_gather_object(saved_run(arguments) if world.rank == 0 else None)[0]
         recipe = Recipe.of(arguments, None if saved is None else saved[RECIPE])
         dtype = compute_dtype(arguments, saved, world.device)
@@ -90,7 +91,6 @@ class _Report:
         self._display = display
         self._speed = speed
         self._held_out_bytes = data.held_out.num_bytes if data.held_out is not None else 0
-        self._output.mkdir(parents=True, exist_ok=True)
         self._log = MetricsLog(self._output / METRICS, step)
         self._first_step = step
         self._step_seconds = 0.0
@@ -141,6 +141,12 @@ def _statement(arguments: argparse.Namespace, dtype: torch.dtype) -> dict[str, s
         f"--{name.replace('_', '-')}": str(getattr(arguments, name))
         for name in ("dp", "sequence_parallel", "activation_checkpointing", "resume")
     }
+
+
+def _check(arguments: argparse.Namespace) -> None:
+    """On rank 0 alone, whose machine is the one that is written to."""
+    check(arguments)
+    check_directory("--output", arguments.output)
 
 
 def _check_data(about: dict[str, Any], saved: Any) -> None:

@@ -111,6 +111,22 @@ def test_combinations_with_files_that_are_refused(
     assert "--tokenizer  is not a directory" in refusal(capfd, [*bare, *empty])
 
 
+def test_an_output_that_cannot_be_made_is_refused_before_anything_is_loaded(
+    inputs: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def load(*given: object) -> None:
+        raise AssertionError("something was loaded")
+
+    monkeypatch.setattr("launch.training_run.find_start", load)
+    (tmp_path / "file").touch()
+    for output, reason in (
+        (tmp_path / "file" / "run", "Not a directory"),
+        (Path("/proc/run"), "No such file or directory"),
+    ):
+        said = refusal(capfd, train_options(inputs, output, "--tp", "1"))
+        assert said == f"error: --output {output} cannot be made: {reason}\n"
+
+
 def test_a_recipe_is_inherited_and_may_not_change() -> None:
     from argparse import Namespace
     from dataclasses import asdict, fields
