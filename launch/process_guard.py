@@ -1,7 +1,8 @@
 """A process beside ours that outlives it, to end what ours has started and to remove its directory.
 
 It reads a line for each change: `+ID` to guard the tree of a process, `-ID` to forget it. When its input is closed,
-which the kernel does even for a process that was killed, it kills the trees that are still guarded.
+which the kernel does even for a process that was killed, it kills the trees that are still guarded, and what was started
+with the directory's name in its environment.
 """
 
 from __future__ import annotations
@@ -16,8 +17,10 @@ from pathlib import Path
 from types import TracebackType
 
 from launch import ROOT
-from launch.process_tree import ProcessTree
+from launch.process_tree import ProcessTree, end_marked
 
+MARK = "TP_DECODER_RUN"
+"""Environment variable: the directory of the run that a process belongs to, wherever it has gone."""
 END_S = 10
 """How long the guard may take to end everything."""
 
@@ -26,7 +29,8 @@ class ProcessGuard:
     """The guard, seen from the process that it watches. Enter it, and what is guarded ends when it is left.
 
     Args:
-        directory: removed at the end too.
+        directory: removed at the end too. What was started with it as `MARK` in its environment ends as well, but not
+            what it has been started from: the guard must be made before the mark is set.
 
     Raises:
         OSError: no process can be started.
@@ -87,4 +91,5 @@ def main() -> None:
     for tree in trees.values():
         tree.end()
     for directory in sys.argv[1:]:
+        end_marked(f"{MARK}={directory}")
         shutil.rmtree(directory, ignore_errors=True)

@@ -81,6 +81,27 @@ class ProcessTree:
                 os.killpg(self.root, number)
 
 
+def end_marked(mark: str) -> None:
+    """Kills every process that was started with `mark`, "NAME=value", in its environment, and its tree: on Linux.
+
+    Unlike parents, a mark is inherited by a daemon too, whoever has gone between it and us.
+    """
+    ended: set[int] = set()
+    while found := [pid for pid in _marked(mark) if pid not in ended]:
+        for pid in found:
+            ProcessTree(pid).end()
+            ended.add(pid)
+
+
+def _marked(mark: str) -> list[int]:
+    found = []
+    for entry in PROC.glob("[0-9]*"):
+        with contextlib.suppress(OSError):  # it has gone, or is another user's
+            if os.fsencode(mark) in (entry / "environ").read_bytes().split(b"\0"):
+                found.append(int(entry.name))
+    return found
+
+
 def status_of(process_id: int) -> list[str]:
     """What Linux tells of a process after its name, see proc_pid_stat(5); nothing of one that has gone."""
     try:

@@ -22,7 +22,7 @@ from launch.addresses import Endpoint
 from launch.elastic import RanksHere, when_closing, when_started
 from launch.failures import Failure
 from launch.forwarded_sigterm import ForwardedSigterm
-from launch.process_guard import ProcessGuard
+from launch.process_guard import MARK, ProcessGuard
 from launch.rank_process import LAUNCHER
 from tp.errors import CommunicationError, RequestError, first_line
 
@@ -107,7 +107,7 @@ def start(
     directory = _temporary_directory()
     with _guard(directory) as guard:
         # torch reads some of these when it is imported, so that they come first; the ranks inherit them.
-        os.environ.update(_environment(placement, debug))
+        os.environ.update({**_environment(placement, debug), MARK: str(directory)})
         if standard_input:
             os.environ[STANDARD_INPUT] = str(_file_of(standard_input, directory))
         status = _launch(command, placement, directory, guard, debug, grace_s)

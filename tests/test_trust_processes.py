@@ -13,14 +13,14 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from faulty_runs import TIMEOUT_S, TORCHRUN, Fault, Outcome, Run
+from faulty_runs import LAUNCH, ROOT, TIMEOUT_S, TORCHRUN, Fault, Outcome, Run, is_running
 from pool import RankPool
 
 from launch import failures, heartbeat, process_tree
 from launch import ranks as launched_ranks
 from launch.failures import Failure
 from launch.heartbeat import POLL_S, SILENCE_S, RankWatch, Signs
-from launch.process_guard import ProcessGuard
+from launch.process_guard import MARK, ProcessGuard
 from launch.process_tree import ProcessTree
 from launch.ranks import Placement
 from tp.errors import LostPeerError, RankFailedError, RequestError
@@ -315,6 +315,61 @@ def test_the_guard_ends_what_a_rank_that_has_gone_had_started() -> None:
         assert not select.select([rank.stdout], [], [], 0.1)[0], "what it started has gone too: this tests nothing"
     assert select.select([rank.stdout], [], [], 5.0)[0] and rank.stdout.read() == b""
     rank.stdout.close()
+
+
+def test_the_guard_ends_what_carries_its_mark_and_nothing_else(tmp_path: Path) -> None:
+    directory = tmp_path / "of the run"
+    marks = [{MARK: str(directory)}, {MARK: f"{directory}2"}, {"OTHER": str(directory)}]
+    directory.mkdir()
+    with ProcessGuard(directory):
+        carries, *others = (subprocess.Popen(SLEEPS, env=os.environ | mark) for mark in marks)
+    assert carries.wait(5) == -signal.SIGKILL
+    for other in others:
+        assert other.poll() is None
+        other.kill()
+        other.wait()
+
+
+DAEMON = """\
+import os, subprocess, sys, time
+from pathlib import Path
+
+daemon = subprocess.Popen(["sh", "-c", "setsid sleep 60 & echo $!"], stdout=subprocess.PIPE, text=True)
+Path(sys.argv[1], os.environ["RANK"]).write_text(daemon.stdout.readline())
+while len(os.listdir(sys.argv[1])) < 2:
+    time.sleep(0.02)
+if sys.argv[2] == "fails":
+    raise SystemExit(3)
+if sys.argv[2] == "waits":
+    time.sleep(60)
+"""
+"""Each rank leaves a child in a session of its own, whose parent has gone."""
+
+
+@pytest.mark.parametrize("how", ["fails", "waits", "ends"])
+def test_daemons_that_ranks_started_end_with_a_run_that_fails(how: str, tmp_path: Path) -> None:
+    """When a rank fails, or the launcher is killed; what ranks that ended well have started is theirs."""
+    (tmp_path / "script.py").write_text(DAEMON)
+    notes = tmp_path / "notes"
+    notes.mkdir()
+    command = [*LAUNCH, "run", "--nproc", "2", str(tmp_path / "script.py"), str(notes), how]
+    run = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    deadline = time.monotonic() + 60
+    while not (all((notes / rank).exists() and (notes / rank).read_text() for rank in "01")):
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    daemons = [int((notes / rank).read_text()) for rank in "01"]
+    if how == "waits":
+        run.kill()
+    status = run.wait(60)
+    deadline = time.monotonic() + (1.0 if how == "ends" else ENDS_WITHIN_S)
+    while any(map(is_running, daemons)) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    left = [daemon for daemon in daemons if is_running(daemon)]
+    for daemon in left:
+        os.kill(daemon, signal.SIGKILL)
+    assert (status == 0) == (how == "ends")
+    assert left == (daemons if how == "ends" else [])
 
 
 def test_the_one_rank_that_did_not_come_is_blamed() -> None:
