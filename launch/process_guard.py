@@ -1,8 +1,8 @@
 """A process beside ours that outlives it, to end what ours has started and to remove its directory.
 
 It reads a line for each change: `+ID` to guard the tree of a process, `-ID` to forget it. When its input is closed,
-which the kernel does even for a process that was killed, it kills the trees that are still guarded, and what was started
-with the directory's name in its environment.
+which the kernel does even for a process that was killed, it kills the trees that are still guarded, and what carries
+the directory's name in its environment.
 """
 
 from __future__ import annotations

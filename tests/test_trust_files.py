@@ -498,6 +498,8 @@ def test_a_tokenizer_that_fails_is_a_typed_error() -> None:
     "template, message",
     [
         ("{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}", "takes more than 0.5 s"),
+        ("{{ ('a ' * 3000000) | wordwrap }}", "takes more than 0.5 s"),  # a constant
+        ("{{ (messages[0].content * 3000000) | wordwrap(1) }}", "takes more than 0.5 s"),
         ("{{ 'a' * 10000000000 }}", "refuses these messages: MemoryError"),
         ("{% set n = namespace(x='a') %}{% for i in range(99) %}{% set n.x = n.x ~ n.x %}{% endfor %}", "MemoryError"),
         ("{{ 9 ** 9 ** 9 }}", "it computes powers"),

@@ -35,7 +35,7 @@ UNTYPED = {
     ("tp/checkpoint/safetensors_source.py", "ValueError"): "becomes a CheckpointError that names the file",
     ("tp/checkpoint/safetensors_source.py", "TypeError"): "becomes a CheckpointError that names the file",
     ("tp/chat_template.py", "ValueError"): "becomes the typed error of whoever wanted the template",
-    ("tp/chat_template.py", "TimeoutError"): "becomes the typed error of whoever wanted the template",
+    ("tp/chat_template.py", "OutOfTime"): "becomes the typed error of whoever wanted the template",
     ("launch/training_recipe.py", "ValueError"): "becomes a CheckpointError that names run.json",
     ("tp/json_objects.py", "ValueError"): "becomes the typed error of whoever reads the file",
     ("tp/parallel/shared_segment.py", "OSError"): "gloo takes over, with a warning",

@@ -4,8 +4,8 @@ transformers runs it in jinja's sandbox, which keeps it to its own values. What 
 strings without bound: here a template has `SECONDS` and `FREE_BYTES`.
 
 The time is looked at between steps of Python; within one, such as a product of numbers of millions of digits, by an
-alarm, where the template runs on the main thread. A step that hears no signals is bounded by the memory alone: powers,
-which take longest, are refused.
+alarm, where the template runs on the main thread. A step that hears no signals, such as a sort of a long list of long
+texts, is bounded by the memory alone: powers, which take longest, are refused.
 """
 
 from __future__ import annotations
@@ -28,6 +28,13 @@ SECONDS = 10.0
 FREE_BYTES = 2**30
 LONGEST_TEXT = 2**26
 """Characters that a template may make of messages."""
+
+class OutOfTime(BaseException):
+    """No `Exception`: jinja, which computes constants as it compiles, goes on after any, and the limits are spent."""
+
+    def __init__(self) -> None:
+        super().__init__(f"it takes more than {SECONDS:g} s")
+
 
 _one_at_a_time = threading.Lock()
 """The limits are the process's, and each render puts back what it found."""
@@ -72,7 +79,7 @@ def _limited(tokenizer: Any) -> Iterator[None]:
             raise ValueError("it computes powers, which no template needs")
         with _one_at_a_time, _alarm(), _limits():
             yield
-    except Exception as error:  # besides refusing, it may divide by zero
+    except (Exception, OutOfTime) as error:  # besides refusing, it may divide by zero
         raise RequestError(f"the model's chat template refuses these messages: {first_line(error)}") from error
 
 
@@ -106,7 +113,7 @@ def _alarm() -> Iterator[None]:
         return
 
     def ring(number: int, frame: FrameType | None) -> None:
-        raise TimeoutError(f"it takes more than {SECONDS:g} s")
+        raise OutOfTime
 
     before = signal.signal(signal.SIGALRM, ring)
     signal.setitimer(signal.ITIMER_REAL, SECONDS)
@@ -127,7 +134,7 @@ def _limits() -> Iterator[None]:
 
     def trace(frame: FrameType, event: str, argument: Any) -> Any:
         if time.monotonic() > deadline:
-            raise TimeoutError(f"it takes more than {SECONDS:g} s")
+            raise OutOfTime
         return trace
 
     traced, (soft, hard) = sys.gettrace(), resource.getrlimit(resource.RLIMIT_AS)
