@@ -16,6 +16,7 @@ from launch.rank_process import end_at_once
 from launch.stop_request import StopRequest
 from launch.terminal import Terminal
 from launch.training_check import check, saved_run
+from launch.training_memory import check_step_fits
 from launch.training_progress import Speed, TrainingDisplay
 from launch.training_recipe import RECIPE, Recipe
 from launch.training_setup import TrainingData, compute_dtype, find_start, load_data, make_learner
@@ -40,6 +41,7 @@ def run(arguments: argparse.Namespace, world: TensorParallelGroup, terminal: Ter
         check_alike(world.communicator, {**statement_of("recipe", recipe), **_statement(arguments, dtype)})
         groups = TrainingGroups.of(world, arguments.dp)
         start = find_start(arguments, recipe, world)
+        check_step_fits(arguments, recipe, start.config, groups, dtype)
         data = load_data(arguments, recipe, start, groups, terminal)
         about = {"data": data.fingerprint(), "dtype": str(dtype).removeprefix("torch.")}
         check_alike(world.communicator, {"the tokens of --data": about["data"]})

@@ -17,8 +17,9 @@ import torch
 from launch.arguments import layout_rule
 from launch.terminal import Terminal
 from launch.training_check import micro_batch_size
+from launch.training_memory import parameter_dtype
 from launch.training_recipe import COMPUTE_DTYPES, Recipe
-from tp.checkpoint import check_fits, open_checkpoint, weight_bytes
+from tp.checkpoint import open_checkpoint
 from tp.checkpoint.together import work_together
 from tp.checkpoint.tokenizer import tokenizer_of_directory
 from tp.config import ModelConfig
@@ -50,8 +51,8 @@ from tp.training.train_step import Learner
 if TYPE_CHECKING:
     from tp.training.data import Document
 
-BYTES_A_WEIGHT_BYTE = 4
-"""A parameter, its gradient and both moments of AdamW, all of one dtype."""
+MOST_READS_A_STEP = 1000
+"""Of the data: more than the smallest set of examples needs, and few enough to be put together in moments."""
 
 
 @dataclass(frozen=True)
@@ -112,7 +113,8 @@ def load_data(
     """Tokenizes the files, or finds them tokenized, and holds out a part where that is asked for.
 
     Raises:
-        RequestError: a token outside the model's vocabulary, or as `tokenize_files`; on all ranks together.
+        RequestError: a token outside the model's vocabulary, a step that is many times the data, or as
+            `tokenize_files`; on all ranks together.
     """
     with terminal.progress("tokenizing") as progress:
         training, held_out = (
@@ -143,6 +145,7 @@ def load_data(
             )
     if held_out is not None:
         _check_held_out(training, held_out)
+    _check_step(recipe, training)
     rows = micro_batch_size(arguments, recipe)
     share: dict[str, Any] = {
         "data_parallel_rank": groups.data.rank,
@@ -159,6 +162,16 @@ def load_data(
     )
 
 
+def _check_step(recipe: Recipe, training: TokenizedDataset) -> None:
+    """Packing begins the data anew as often as a step needs."""
+    tokens = recipe.batch_size * recipe.sequence_length
+    if tokens > MOST_READS_A_STEP * training.num_tokens:
+        raise RequestError(
+            f"--batch-size {recipe.batch_size} times --sequence-length {recipe.sequence_length} is {tokens} tokens a "
+            f"step, more than {MOST_READS_A_STEP} times the {training.num_tokens} to train on: make it smaller"
+        )
+
+
 def _check_held_out(training: TokenizedDataset, held_out: TokenizedDataset) -> None:
     """A loss on documents that are trained on as well says nothing of others."""
     shared = np.isin(held_out.documents["fingerprint"], training.documents["fingerprint"])
@@ -173,15 +186,8 @@ def _check_held_out(training: TokenizedDataset, held_out: TokenizedDataset) -> N
 def make_learner(
     arguments: argparse.Namespace, recipe: Recipe, start: Start, groups: TrainingGroups, dtype: torch.dtype
 ) -> Learner:
-    """Model and optimiser as they are after `start.step` steps.
-
-    Raises:
-        CapacityError: parameters, gradients and moments do not fit in memory; on all ranks together.
-    """
-    parameter_dtype = torch.float64 if dtype == torch.float64 else torch.float32
-    model = CausalLM(start.config, groups.tensor, dtype=parameter_dtype, device="meta")
-    needed = BYTES_A_WEIGHT_BYTE * weight_bytes(model)
-    check_fits(start.config, groups.world, weight_bytes=needed, num_slots=1, capacity=1, dtype=parameter_dtype)
+    """Model and optimiser as they are after `start.step` steps."""
+    model = CausalLM(start.config, groups.tensor, dtype=parameter_dtype(dtype), device="meta")
     model.to_empty(device=groups.world.device)
     optimizer = adamw(
         model,
@@ -191,7 +197,7 @@ def make_learner(
         weight_decay=recipe.weight_decay,
     )
     groups.together(lambda: _fill(model, optimizer, recipe, start))
-    if dtype != parameter_dtype:
+    if dtype != parameter_dtype(dtype):
         compute_in(model, dtype)
     model.model.choose_layout = layout_rule(arguments.sequence_parallel)
     if arguments.activation_checkpointing:

@@ -29,6 +29,7 @@ FREE_BYTES = 2**30
 LONGEST_TEXT = 2**26
 """Characters that a template may make of messages."""
 
+
 class OutOfTime(BaseException):
     """No `Exception`: jinja, which computes constants as it compiles, goes on after any, and the limits are spent."""
 

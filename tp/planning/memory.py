@@ -82,7 +82,7 @@ def training_memory(
     parameters, itemsize = model.parameters, model.precision.itemsize
     tokens = batch * context
     of_layer = layer_activations(model.config, tokens, itemsize, model.tp_size, rank, sharded=sharded).total
-    casts = 0 if itemsize == PARAMETER_BYTES else sum(matrix.elements for matrix in parameters.layer_matrices)
+    casts = 0 if itemsize >= PARAMETER_BYTES else sum(matrix.elements for matrix in parameters.layer_matrices)
     of_layer += casts * itemsize  # rounded copies of the weights, which their products keep
     stream = model.row_bytes * (-(-tokens // model.tp_size) if sharded else tokens)
     layers = parameters.num_layers
@@ -115,7 +115,7 @@ def loss_activations(model: RankModel, device: str, tokens: int) -> int:
     or logits, their gradient and what it adds to that of the input, or of the head, which CPUs widen first.
     """
     head, itemsize, chunk = model.parameters.head, model.precision.itemsize, min(tokens, LOSS_CHUNK)
-    rounded, on_cpu = itemsize != PARAMETER_BYTES, device == "cpu"
+    rounded, on_cpu = itemsize < PARAMETER_BYTES, device == "cpu"
     logits = chunk * head.rows
     of_a_logit = (3 if tokens > LOSS_CHUNK else 2) * itemsize + (2 * STATISTIC_BYTES if on_cpu else 0)
     of_a_weight = itemsize + (PARAMETER_BYTES if rounded and on_cpu else 0)
