@@ -110,7 +110,7 @@ def test_without_t_1_there_is_no_speed_up():
 
 def test_samples_are_what_the_case_is_about():
     inside, later = communication(1.0), communication(2.0)
-    answer = DecodeAnswer(100.0, 10.0, 300.0, ((1,),), inside, later)
+    answer = DecodeAnswer(100.0, 10.0, 9.0, 300.0, ((1,),), inside, later)
     assert Sample.of(PREFILL, answer) == Sample(100.0, inside)
     assert Sample.of(DECODE, answer) == Sample(10.0, later, 4)
     assert Sample.of(DECODE, answer).communication_ms == (0.5,)

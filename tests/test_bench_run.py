@@ -48,7 +48,8 @@ for line in sys.stdin:
         answer = {"milliseconds": 50.0 * ranks, "loss": 4.0, "communication": inside}
     else:
         ids = [[7] * asked["new_tokens"] for _ in asked["prompt_ids"]]
-        answer = {"ttft_ms": 20.0 * ranks, "tpot_ms": 5.0 * ranks, "tokens_per_s": 200.0 / ranks, "new_ids": ids,
+        answer = {"ttft_ms": 20.0 * ranks, "tpot_ms": 5.0 * ranks, "step_ms": 5.0 * ranks,
+                  "tokens_per_s": 200.0 / ranks, "new_ids": ids,
                   "prefill_communication": inside, "decode_communication": inside}
     print(json.dumps({"answer": answer}), flush=True)
 """

@@ -51,7 +51,7 @@ print(json.dumps({"ready": {"pid": os.getpid()}}), flush=True)
 for line in sys.stdin:
     asked = json.loads(line)
     ids = [[7] * asked["new_tokens"] for _ in asked["prompt_ids"]]
-    answer = {"ttft_ms": 2.0, "tpot_ms": 1.0, "tokens_per_s": 1000.0 * len(ids), "new_ids": ids}
+    answer = {"ttft_ms": 2.0, "tpot_ms": 1.0, "step_ms": 1.0, "tokens_per_s": 1000.0 * len(ids), "new_ids": ids}
     print(json.dumps({"answer": answer}), flush=True)
 """
 """A contestant that behaves."""
@@ -160,18 +160,18 @@ def test_a_clock_counts_from_when_every_sequence_has_begun():
     for index in (0, 0, 1, 0, 1, 1):
         clock.token(index)
     answer = clock.answer([[1, 2, 3], [4, 5, 6]])
-    assert answer == DecodeAnswer(1500.0, pytest.approx(2000 / 3), pytest.approx(3.0), ((1, 2, 3), (4, 5, 6)))
+    assert answer == DecodeAnswer(1500.0, pytest.approx(2000 / 3), 500.0, pytest.approx(3.0), ((1, 2, 3), (4, 5, 6)))
 
 
 def test_one_token_has_no_time_between_tokens():
     clock = TokenClock(2, now=iter([0.0, 0.25]).__next__)
     clock.tokens()
-    assert clock.answer([[1], [2]]) == DecodeAnswer(250.0, 0.0, 0.0, ((1,), (2,)))
+    assert clock.answer([[1], [2]]) == DecodeAnswer(250.0, 0.0, 0.0, 0.0, ((1,), (2,)))
 
 
 def test_requests_and_answers_survive_json():
     assert DecodeRequest.of_line(REQUEST.line()) == REQUEST
-    answer = DecodeAnswer(1.5, 2.5, 3.5, ((1, 2), (3, 4)))
+    answer = DecodeAnswer(1.5, 2.5, 2.25, 3.5, ((1, 2), (3, 4)))
     assert DecodeAnswer.of_fields(json.loads(json.dumps(answer.fields()))) == answer
     drawn = random_request(2, 5, 3, vocab_size=10)
     assert drawn == random_request(2, 5, 3, vocab_size=10)
@@ -184,7 +184,7 @@ def test_a_contestant_answers(field, script):
     field.load([contestant(script)], lambda line: None)
     for _ in range(2):
         answer = field.decode("fake tp=1", REQUEST, 10.0)
-        assert answer == DecodeAnswer(2.0, 1.0, 2000.0, ((7, 7, 7), (7, 7, 7)))
+        assert answer == DecodeAnswer(2.0, 1.0, 1.0, 2000.0, ((7, 7, 7), (7, 7, 7)))
     assert not field.failures
 
 
@@ -329,7 +329,7 @@ def test_readers_read_at_the_same_time_and_end():
 
 
 def answers(*times, ids=((7, 7, 7),)):
-    return [DecodeAnswer(10 * time, time, 1e3 / time, ids) for time in times]
+    return [DecodeAnswer(10 * time, time, time, 1e3 / time, ids) for time in times]
 
 
 def test_a_row_is_worked_out_from_the_same_rounds():

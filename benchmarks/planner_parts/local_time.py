@@ -45,7 +45,7 @@ def rows(models: Sequence[Path], measured: Measurements) -> list[dict[str, Any]]
     found = []
     for (name, degree, case), answers in measured.answers.items():
         if name in configs:
-            ms = Spread.of(answer.ttft_ms if case.phase == "prefill" else answer.tpot_ms for answer in answers)
+            ms = Spread.of(answer.ttft_ms if case.phase == "prefill" else answer.step_ms for answer in answers)
             found.append(
                 {
                     "model": name,

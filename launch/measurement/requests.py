@@ -68,7 +68,8 @@ class DecodeAnswer:
 
     Attributes:
         ttft_ms: from the request to the moment when every sequence has its first token.
-        tpot_ms: from then on, the time in which every sequence got one more token; 0 where each got but one.
+        tpot_ms: from then on, the time in which every sequence got one more token, the mean; 0 where each got but one.
+        step_ms: from one token of a sequence to its next, the median: of a step that nothing is prepared in.
         tokens_per_s: tokens of all sequences a second, from then on; 0 where each got but one.
         new_ids: the new tokens of each sequence.
         prefill_communication, decode_communication: up to the first tokens, and from then on; None where the system
@@ -77,6 +78,7 @@ class DecodeAnswer:
 
     ttft_ms: float
     tpot_ms: float
+    step_ms: float
     tokens_per_s: float
     new_ids: tuple[tuple[int, ...], ...]
     prefill_communication: Communication | None = None
@@ -96,6 +98,7 @@ class DecodeAnswer:
         return cls(
             float(fields["ttft_ms"]),
             float(fields["tpot_ms"]),
+            float(fields["step_ms"]),
             float(fields["tokens_per_s"]),
             tuple(tuple(int(token) for token in ids) for ids in fields["new_ids"]),
             *(_communication(fields.get(f"{phase}_communication")) for phase in ("prefill", "decode")),

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import json
 import os
+import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
+from itertools import pairwise
 from typing import Any, TextIO
 
 from launch.measurement.requests import DecodeAnswer, DecodeRequest
@@ -110,10 +112,12 @@ class TokenClock:
         started = max(times[0] for times in self._times)
         ended = max(times[-1] for times in self._times)
         later = sum(came > started for times in self._times for came in times)
+        gaps = [after - before for times in self._times for before, after in pairwise(times)]
         tokens_per_s = later / (ended - started) if later else 0.0
         return DecodeAnswer(
             ttft_ms=1e3 * (started - self._began),
             tpot_ms=1e3 * len(self._times) / tokens_per_s if later else 0.0,
+            step_ms=1e3 * statistics.median(gaps) if gaps else 0.0,
             tokens_per_s=tokens_per_s,
             new_ids=tuple(tuple(ids) for ids in new_ids),
         )

@@ -152,7 +152,7 @@ def observations(name: str, case: Case, answers: Sequence[DecodeAnswer]) -> list
     if case.phase == "prefill" or case.prompt_tokens > PREFILL_CHUNK:
         found.append(Observation(config, "prefill", case.batch, case.prompt_tokens, prefill))
     if case.phase == "decode":
-        step = Spread.of(answer.tpot_ms for answer in answers).median / 1e3
+        step = Spread.of(answer.step_ms for answer in answers).median / 1e3
         found.append(Observation(config, "decode", case.batch, case.prompt_tokens + case.new_tokens // 2, step))
     return found
 

@@ -94,7 +94,8 @@ def _llama3_parameters(factors: Tensor, rope_theta: float, head_dim: int) -> dic
     """
     given = factors.double()
     factor = round(float(given.max()), 4)
-    for low, high, context in (_USUAL_BANDS[0], *_fitted_band(given, factor, rope_theta, head_dim), *_USUAL_BANDS[1:]):
+    bands = (_USUAL_BANDS[0], *_fitted_band(given, factor, rope_theta, head_dim), *_USUAL_BANDS[1:])
+    for low, high, context in bands if factor > 1 else ():
         rope = RopeConfig("llama3", rope_theta, factor, context, low, high)
         if torch.allclose(llama3_factors(rope, head_dim), given, rtol=_TOLERANCE, atol=0):
             return {name: value for name, value in rope.to_hf().items() if name != "rope_theta"}

@@ -6,8 +6,10 @@ On CUDA a capture is a CUDA graph; on a CPU it is a tape of the C++ library's ca
 from __future__ import annotations
 
 import operator
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import cache
 from itertools import chain
 from typing import Any, Protocol
 
@@ -49,6 +51,8 @@ class Capture(Protocol):
     """Larger steps are not captured."""
     most_kept: int
     """Captured steps that are kept, those used last: each holds all that its step computes on the way."""
+    steps_before: int
+    """Of a size, that are not captured: one that does not come again was not worth it."""
 
     def size(self, num_sequences: int) -> int:
         """Sequences of the captured step that serves so many."""
@@ -68,6 +72,7 @@ class CudaGraph:
 
     most_sequences = 256
     most_kept = 9
+    steps_before = 1
 
     def __init__(self, communicator: Communicator) -> None:
         self._communicator = communicator
@@ -106,6 +111,7 @@ class NativeTape:
 
     most_sequences = FEW_ROWS
     most_kept = 4
+    steps_before = 0
 
     def __init__(self, communicator: Communicator) -> None:
         self._communicator = communicator
@@ -131,8 +137,6 @@ class NativeTape:
 class _Watch(TorchDispatchMode):
     """Keeps every tensor that torch makes, and notes the operations that do more than to make or view one."""
 
-    MAKING = ("aten.empty", "aten.new_empty", "aten.empty_like", "aten.empty_strided", "aten.new_empty_strided")
-
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.tensors: list[Any] = []
@@ -145,9 +149,17 @@ class _Watch(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         self.tensors.append(result)
-        if not func.is_view and not str(func).startswith(tuple(f"{name}." for name in self.MAKING)):
+        if _computes(func):
             self.computing.add(str(func))
         return result
+
+
+MAKING = ("empty", "new_empty", "empty_like", "empty_strided", "new_empty_strided")
+
+
+@cache
+def _computes(func: torch._ops.OpOverload) -> bool:
+    return not func.is_view and func.overloadpacket.__name__ not in MAKING
 
 
 class Weights:
@@ -213,11 +225,11 @@ class CapturedStep:
 
 
 class DecodeGraphs:
-    """Runs decode steps of one model and cache, each size captured when it comes again.
+    """Runs decode steps of one model and cache, each size captured once it has come often enough.
 
-    The first step of a size is left alone: it may set up what all later ones find. Where a step cannot be captured on
-    some rank, all ranks go on without, with one warning; so does a rank whose weights were replaced since. Hooks of
-    modules are seen when a step is captured: those that come later miss the steps that are replayed.
+    Where a step cannot be captured on some rank, all ranks go on without, with one warning; so does a rank whose
+    weights were replaced since. Hooks of modules are seen when a step is captured: those that come later miss the steps
+    that are replayed.
 
     A step without all slots of the cache may be padded: then token 0 is written to position 0 of a slot that is not in
     it. So every slot that is in use has to be in every step.
@@ -228,7 +240,7 @@ class DecodeGraphs:
         self._cache = cache
         self._capture = capture
         self._captured: dict[int, CapturedStep] = {}
-        self._met: set[int] = set()
+        self._met: Counter[int] = Counter()
         self._weights = Weights(model)
         self._refused = False
 
@@ -244,12 +256,13 @@ class DecodeGraphs:
             if (captured := self._captured.pop(size, None)) is not None:
                 self._captured[size] = captured  # the one used last is the last
                 return captured.run(step)
-            if size in self._met and (captured := self._capture_step(size, step)) is not None:
+            self._met[size] += 1
+            comes_again = self._met[size] > self._capture.steps_before
+            if comes_again and (captured := self._capture_step(size, step)) is not None:
                 if len(self._captured) == self._capture.most_kept:
                     del self._captured[next(iter(self._captured))]
                 self._captured[size] = captured
                 return captured.of(step)
-            self._met.add(size)
         return self._model.next_token_logits(step, self._cache)
 
     def _capture_step(self, size: int, step: Step) -> CapturedStep | None:

@@ -48,7 +48,7 @@ class GroupedQueryAttention(nn.Module):
         self.dropout_probability = config.attention_dropout
         self.heads = query_head_ranges(heads, group.size)[group.rank]
         self.runs = uniform_runs(heads, kv_heads, group.size, group.rank)
-        self._query_groups: QueryGroups | None = None
+        self._query_groups = QueryGroups.of_runs(self.runs, group.device)
         self.qkv_proj = QKVParallelLinear(
             config.hidden_size, head_dim, heads, kv_heads, group, bias=config.qkv_bias, dtype=dtype, device=device
         )
@@ -102,7 +102,7 @@ class GroupedQueryAttention(nn.Module):
 
     def _groups(self, device: torch.device) -> QueryGroups:
         """The query heads of each of this rank's KV heads, with their bounds on the device."""
-        if self._query_groups is None or self._query_groups.bounds.device != device:
+        if self._query_groups.bounds.device != device:
             self._query_groups = QueryGroups.of_runs(self.runs, device)
         return self._query_groups
 

@@ -1,12 +1,13 @@
 // Decode attention: one new token of each of several sequences, over this rank's heads and their cache.
 //
 // Rotates q and k, appends k and v to the cache, then softmax(q kᵀ · scale) v with float32 statistics, a block of keys
-// at a time (Milakov and Gimelshein 2018, arXiv:1805.02867). Where there are more threads than KV heads, the context
-// is split between them and the parts are combined (Dao et al. 2023, "Flash-Decoding").
+// at a time (Milakov and Gimelshein 2018, arXiv:1805.02867). Where threads would not have as many KV heads each, the
+// context is split between them and the parts are combined (Dao et al. 2023, "Flash-Decoding").
 
 #include <algorithm>
 #include <cmath>
 #include <limits>
+#include <numeric>
 #include <type_traits>
 #include <vector>
 
@@ -222,11 +223,12 @@ void combine(const Decode<T>& d, const Part& part, const Softmax<T>* parts, int6
   }
 }
 
-// One task for the query heads of each KV head of each token, or several with a part of the keys each.
+// One task for the query heads of each KV head of each token; where these would not share out evenly among the threads,
+// several with a part of the keys each.
 template <typename T>
 std::vector<Part> parts_of(const Decode<T>& d, int threads) {
   std::vector<Part> parts;
-  const int64_t splits = std::max<int64_t>(1, threads / std::max<int64_t>(1, d.tokens * d.kv_heads));
+  const int64_t splits = threads / std::gcd<int64_t>(threads, d.tokens * d.kv_heads);
   for (int64_t token = 0; token < d.tokens; ++token) {
     const int64_t stop = d.positions[token] + 1;
     const int64_t start = d.window ? std::max<int64_t>(0, stop - d.window) : 0;
