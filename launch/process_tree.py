@@ -126,5 +126,5 @@ def _processes() -> dict[int, tuple[int, str]]:
 
 
 def _signal(pid: int, number: signal.Signals) -> None:
-    with contextlib.suppress(ProcessLookupError):
+    with contextlib.suppress(ProcessLookupError, PermissionError):  # it has gone, or is another user's
         os.kill(pid, number)

@@ -12,15 +12,15 @@ from launch.training_recipe import Recipe
 from tp.checkpoint.free_memory import free_memory
 from tp.checkpoint.memory import largest, mebibytes, weight_bytes
 from tp.config import ModelConfig
-from tp.errors import CapacityError
+from tp.errors import CapacityError, RequestError
 from tp.models import CausalLM
 from tp.planning.memory import training_memory
 from tp.planning.parameters import rank_models
 from tp.planning.precision import Precision
 from tp.training.groups import TrainingGroups
 
-BYTES_A_WEIGHT_BYTE = 4
-"""A parameter, its gradient and both moments of AdamW, all of one dtype."""
+BYTES_A_WEIGHT_BYTE = 3
+"""A parameter and both moments of AdamW, all of one dtype; its gradient is apart."""
 BYTES_A_TOKEN = 24
 """Of a step, on the device: its id, and its label twice."""
 
@@ -30,16 +30,16 @@ class _Needs:
     """Of one rank, in bytes.
 
     Attributes:
-        parameters: with gradients and moments.
+        parameters: with moments.
         tokens: of the whole step.
-        activations: of the rows that are in memory at once, as the planner counts them.
+        passes: gradients, and activations of the rows that are in memory at once, as the planner counts them.
         free: what the rank may take.
         most_rows: that there is room for at once.
     """
 
     parameters: int
     tokens: int
-    activations: int
+    passes: int
     free: int
     most_rows: int
 
@@ -50,8 +50,13 @@ def check_step_fits(
     """Compares what a step takes with what is free. Every rank calls it, before it allocates.
 
     Raises:
+        RequestError: rows are longer than the model's context.
         CapacityError: too little on some rank; on all ranks together, with the rows at once that fit.
     """
+    if recipe.sequence_length > config.longest_context:
+        raise RequestError(
+            f"--sequence-length {recipe.sequence_length} is beyond the model's context, {config.longest_context}"
+        )
     rows = micro_batch_size(arguments, recipe)
     needs = _needs(arguments, recipe, config, groups, dtype, rows)
     of_ranks: list[_Needs] = groups.world.communicator.all_gather_object(needs)
@@ -59,10 +64,10 @@ def check_step_fits(
     for rank, each in enumerate(of_ranks):
         if each.most_rows < rows:
             raise CapacityError(
-                f"rank {rank} needs {mebibytes(each.parameters)} for parameters, gradients and moments, "
-                f"{mebibytes(each.tokens)} for the tokens of a step and {mebibytes(each.activations)} for activations "
-                f"of {rows} x {recipe.sequence_length} tokens at once, {mebibytes(each.free)} is free: "
-                f"{_remedy(rows, most_rows)}"
+                f"rank {rank} needs {mebibytes(each.parameters)} for parameters and moments, "
+                f"{mebibytes(each.tokens)} for the tokens of a step and {mebibytes(each.passes)} for gradients and "
+                f"activations of {rows} x {recipe.sequence_length} tokens at once, {mebibytes(each.free)} is free: "
+                f"{_remedy(arguments, rows, most_rows)}"
             )
 
 
@@ -84,22 +89,26 @@ def _needs(
     planned = rank_models(config, Precision.of(str(dtype).removeprefix("torch.")), group.size)[group.rank]
     sharded = arguments.sequence_parallel != "off" and group.size > 1
 
-    def activations(rows: int) -> int:
+    def passes(rows: int) -> int:
         memory = training_memory(
             planned, group.rank, group.device.type, 0,
             batch=rows, context=length, sharded=sharded, recomputed=arguments.activation_checkpointing,
         )  # fmt: skip
-        return memory.activations
+        alone = rows == recipe.batch_size  # gradients come as activations go; else those of other rows are there
+        return max(gradients, memory.activations) if alone else gradients + memory.activations
 
-    parameters = BYTES_A_WEIGHT_BYTE * weight_bytes(model)
+    gradients = weight_bytes(model)
+    parameters = BYTES_A_WEIGHT_BYTE * gradients
     tokens = BYTES_A_TOKEN * length * recipe.batch_size // groups.data.size
     free = free_memory(groups.world)
     room = free - parameters - tokens
-    return _Needs(parameters, tokens, activations(rows), free, largest(lambda few: activations(few) <= room, rows))
+    fitting = rows if passes(rows) <= room else largest(lambda few: passes(few) <= room, rows - 1)
+    return _Needs(parameters, tokens, passes(rows), free, fitting)
 
 
-def _remedy(rows: int, most_rows: int) -> str:
-    if not most_rows:
-        return "use more ranks, or a smaller --batch-size or --sequence-length"
-    fits = next(few for few in range(most_rows, 0, -1) if rows % few == 0)
-    return f"there is room for --micro-batch-size {fits}"
+def _remedy(arguments: argparse.Namespace, rows: int, most_rows: int) -> str:
+    if most_rows:
+        fits = next(few for few in range(most_rows, 0, -1) if rows % few == 0)
+        return f"there is room for --micro-batch-size {fits}"
+    checkpointing = "" if arguments.activation_checkpointing else ", --activation-checkpointing"
+    return f"use more ranks{checkpointing}, or a smaller --batch-size or --sequence-length"

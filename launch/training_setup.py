@@ -131,10 +131,6 @@ def load_data(
             for files in (arguments.data, arguments.eval_data)
         )
     assert training is not None
-    if recipe.sequence_length > start.config.longest_context:
-        raise RequestError(
-            f"--sequence-length {recipe.sequence_length} is beyond the model's context, {start.config.longest_context}"
-        )
     if recipe.eval_fraction is not None:
         training, held_out = training.split(recipe.eval_fraction, recipe.seed)
     for dataset in (training, held_out):

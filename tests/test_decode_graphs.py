@@ -78,15 +78,15 @@ def largest_differences(
             token_ids = torch.tensor([(7 * slot + 3 * number) % VOCAB_SIZE for slot in slots])
             step = Step(token_ids, tuple(SequenceSlice(1, lengths[slot], slot) for slot in slots))
             statistics.reset()
-            plain = model.next_token_logits(step, caches[1]).local
+            ours = graphs.next_token_logits(step).local.clone()  # before the model has run a step of its own
             collectives = [(statistics.calls, statistics.bytes)]
             statistics.reset()
-            differences.append((graphs.next_token_logits(step).local - plain).abs().max().item())
+            differences.append((ours - model.next_token_logits(step, caches[1]).local).abs().max().item())
             collectives.append((statistics.calls, statistics.bytes))
             lengths = [length + 1 if slot in slots else 0 for slot, length in enumerate(lengths)]
-    for ours, plains in zip(caches[0].layers, caches[1].layers, strict=True):
+    for filled, plain in zip(caches[0].layers, caches[1].layers, strict=True):
         for slot, length in enumerate(lengths):
-            torch.testing.assert_close(ours.key[slot, :, :length], plains.key[slot, :, :length])
+            torch.testing.assert_close(filled.key[slot, :, :length], plain.key[slot, :, :length])
     if way != "played":
         assert collectives[0] == collectives[1]
         assert (collectives[0][0] > 0) == (group.size > 1)
@@ -252,6 +252,35 @@ def with_and_without(group: TensorParallelGroup) -> tuple[list[int], list[int]]:
 def test_weights_that_are_replaced_meanwhile_are_used(ranks: RankPool, t: int) -> None:
     for replayed, plain in ranks(t).run(with_and_without):
         assert replayed == plain
+
+
+def with_weights_replaced_on_one_rank(group: TensorParallelGroup) -> tuple[bool, list[str]]:
+    """Rank 0 gets copies of its weights before a new batch size.
+
+    Whether all logits are those of plain steps, and nothing is kept that was captured.
+    """
+    model = tiny_model(group)
+    capture = capture_for(model)
+    assert capture is not None
+    caches = [KVCache(model.config, group, 2, CAPACITY, dtype=model.dtype) for _ in range(2)]
+    graphs, right = DecodeGraphs(model, caches[0], capture), True
+    with torch.no_grad(), warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for number, size in enumerate((2, 2, 2, 1, 1)):
+            if number == 2 and group.rank == 0:
+                for module in model.modules():
+                    for name, parameter in module._parameters.items():
+                        setattr(module, name, None if parameter is None else torch.nn.Parameter(parameter.clone()))
+            step = Step(torch.arange(size), tuple(SequenceSlice(1, number, slot) for slot in range(size)))
+            ours = graphs.next_token_logits(step).local.clone()
+            right = right and torch.equal(ours, model.next_token_logits(step, caches[1]).local)
+    return right and not graphs._captured, [str(warning.message) for warning in caught]
+
+
+def test_weights_replaced_on_one_rank_end_captures_on_all(ranks: RankPool) -> None:
+    for right, messages in ranks(2).run(with_weights_replaced_on_one_rank):
+        assert right
+        assert all("weights were replaced" in message for message in messages)
 
 
 def calls_of_a_hook(group: TensorParallelGroup) -> tuple[int, list[str]]:

@@ -43,7 +43,7 @@ def refusal(group: TensorParallelGroup, free: list[int], rows: int = 60, micro: 
 
 def test_the_rows_at_once_that_fit_are_told() -> None:
     alone = TensorParallelGroup.alone()
-    parameters = 4 * sum(weight.nbytes for weight in CausalLM(CONFIG, dtype=torch.float32).parameters())
+    parameters = 3 * sum(weight.nbytes for weight in CausalLM(CONFIG, dtype=torch.float32).parameters())
     free = [parameters + BYTES_A_TOKEN * 60 * 64 + 8 * MIB]
     said = refusal(alone, free)
     assert f"{parameters / MIB:,.1f} MiB for parameters" in said and "60 x 64 tokens at once" in said
@@ -58,13 +58,15 @@ def test_the_rows_at_once_that_fit_are_told() -> None:
 @pytest.mark.parametrize("free", [0, 1000, MIB])
 def test_where_no_row_fits_other_things_are_told(free: int) -> None:
     said = refusal(TensorParallelGroup.alone(), [free])
-    assert said.endswith("is free: use more ranks, or a smaller --batch-size or --sequence-length")
+    assert said.endswith(
+        "is free: use more ranks, --activation-checkpointing, or a smaller --batch-size or --sequence-length"
+    )
 
 
 def test_the_tokens_of_a_step_count_however_few_are_trained_on_at_once() -> None:
     alone, room = TensorParallelGroup.alone(), [500 * MIB]
     check(alone, room, rows=200_000, micro=1)
-    assert "use more ranks" in refusal(alone, room, rows=400_000, micro=1)
+    assert "smaller --batch-size" in refusal(alone, room, rows=400_000, micro=1)
 
 
 def _told(group: TensorParallelGroup, free: list[int]) -> str:
@@ -79,7 +81,7 @@ def test_one_rank_without_room_refuses_for_all(ranks: RankPool) -> None:
 @pytest.mark.parametrize(
     "options, status, message",
     [
-        (["--batch-size", "100000000"], 5, "MiB for activations of 100000000 x 16 tokens at once"),
+        (["--batch-size", "100000000"], 5, "MiB for gradients and activations of 100000000 x 16 tokens at once"),
         (["--batch-size", "100000000", "--activation-checkpointing"], 5, "of 100000000 x 16 tokens at once"),
         (["--batch-size", "1000000", "--micro-batch-size", "10"], 2, "is 16000000 tokens a step, more than 1000 times"),
     ],

@@ -69,7 +69,7 @@ class DecodeAnswer:
     Attributes:
         ttft_ms: from the request to the moment when every sequence has its first token.
         tpot_ms: from then on, the time in which every sequence got one more token, the mean; 0 where each got but one.
-        step_ms: from one token of a sequence to its next, the median: of a step that nothing is prepared in.
+        step_ms: from one token of a sequence to its next, the median; 0 where each got but one.
         tokens_per_s: tokens of all sequences a second, from then on; 0 where each got but one.
         new_ids: the new tokens of each sequence.
         prefill_communication, decode_communication: up to the first tokens, and from then on; None where the system

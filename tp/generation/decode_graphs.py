@@ -32,6 +32,7 @@ from tp.parallel.shared_memory import SharedMemoryCommunicator
 NAME = "decode_graphs"
 """For `tp.choice`."""
 HOOKED = "a module has hooks, which a captured step would not call"
+REPLACED = "the model's weights were replaced while it generates"
 WARM_UP_RUNS = 2
 """Before a capture on CUDA: kernels are compiled and libraries allocate what must not be allocated inside."""
 
@@ -52,7 +53,7 @@ class Capture(Protocol):
     most_kept: int
     """Captured steps that are kept, those used last: each holds all that its step computes on the way."""
     steps_before: int
-    """Of a size, that are not captured: one that does not come again was not worth it."""
+    """Of a size, before one is captured: none where a capture costs little more than a step."""
 
     def size(self, num_sequences: int) -> int:
         """Sequences of the captured step that serves so many."""
@@ -134,6 +135,14 @@ class NativeTape:
         return replay, logits
 
 
+MAKING = ("empty", "new_empty", "empty_like", "empty_strided", "new_empty_strided")
+
+
+@cache
+def _computes(func: torch._ops.OpOverload) -> bool:
+    return not func.is_view and func.overloadpacket.__name__ not in MAKING
+
+
 class _Watch(TorchDispatchMode):
     """Keeps every tensor that torch makes, and notes the operations that do more than to make or view one."""
 
@@ -152,14 +161,6 @@ class _Watch(TorchDispatchMode):
         if _computes(func):
             self.computing.add(str(func))
         return result
-
-
-MAKING = ("empty", "new_empty", "empty_like", "empty_strided", "new_empty_strided")
-
-
-@cache
-def _computes(func: torch._ops.OpOverload) -> bool:
-    return not func.is_view and func.overloadpacket.__name__ not in MAKING
 
 
 class Weights:
@@ -227,9 +228,9 @@ class CapturedStep:
 class DecodeGraphs:
     """Runs decode steps of one model and cache, each size captured once it has come often enough.
 
-    Where a step cannot be captured on some rank, all ranks go on without, with one warning; so does a rank whose
-    weights were replaced since. Hooks of modules are seen when a step is captured: those that come later miss the steps
-    that are replayed.
+    Where a step cannot be captured on some rank, all ranks go on without, with one warning. A rank whose weights were
+    replaced since runs by itself what others replay. Hooks of modules are seen when a step is captured: those that come
+    later miss the steps that are replayed.
 
     A step without all slots of the cache may be padded: then token 0 is written to position 0 of a slot that is not in
     it. So every slot that is in use has to be in every step.
@@ -247,27 +248,30 @@ class DecodeGraphs:
     def next_token_logits(self, step: Step) -> ShardedLogits:
         """As the model's own `next_token_logits`, for a step with one token of each sequence."""
         self._cache.check_room(step)
-        if self._model.model.tap is not None:  # it is Python, and sees every step
+        tapped = self._model.model.tap is not None  # a tap is Python, and sees every step
+        if self._refused or tapped or step.num_tokens > self._capture.most_sequences:
             return self._model.next_token_logits(step, self._cache)
-        if not self._refused and self._weights.were_replaced():
-            self._refuse("the model's weights were replaced while it generates")
-        if not self._refused and step.num_tokens <= self._capture.most_sequences:
-            size = min(self._capture.size(step.num_tokens), self._cache.num_slots)
-            if (captured := self._captured.pop(size, None)) is not None:
-                self._captured[size] = captured  # the one used last is the last
+        size = min(self._capture.size(step.num_tokens), self._cache.num_slots)
+        if (captured := self._captured.pop(size, None)) is not None:
+            self._captured[size] = captured  # the one used last is the last
+            if not self._weights.were_replaced():
                 return captured.run(step)
-            self._met[size] += 1
-            comes_again = self._met[size] > self._capture.steps_before
-            if comes_again and (captured := self._capture_step(size, step)) is not None:
-                if len(self._captured) == self._capture.most_kept:
-                    del self._captured[next(iter(self._captured))]
-                self._captured[size] = captured
-                return captured.of(step)
+            warn_once(NAME, REPLACED)
+        elif self._came_often_enough(size) and (captured := self._capture_step(size, step)) is not None:
+            if len(self._captured) == self._capture.most_kept:
+                del self._captured[next(iter(self._captured))]
+            self._captured[size] = captured
+            return captured.of(step)
         return self._model.next_token_logits(step, self._cache)
+
+    def _came_often_enough(self, size: int) -> bool:
+        self._met[size] += 1
+        return self._met[size] > self._capture.steps_before
 
     def _capture_step(self, size: int, step: Step) -> CapturedStep | None:
         """A capture of `step`, padded, which has been run; None where some rank cannot."""
-        if self._some_rank_cannot(HOOKED if has_hooks(self._model) else None):
+        replaced, hooked = self._weights.were_replaced(), has_hooks(self._model)
+        if self._some_rank_cannot(REPLACED if replaced else HOOKED if hooked else None):
             return None
         token_ids, slots, starts = (step.token_ids.new_zeros(size) for _ in range(3))
         fill(token_ids, slots, starts, step)

@@ -24,6 +24,7 @@ constexpr int64_t kBlock = 64;               // keys whose scores are kept at a 
 constexpr int kKeys = 4;                     // keys, and
 constexpr int kHeads = 3;                    // query heads, whose products of one register fit the other registers
 constexpr int64_t kAhead = 64;               // rows that are asked for before they are read: CPUs look ahead in a page
+constexpr int64_t kManyTasks = 4;            // a thread: with more, what an uneven share costs is little
 constexpr int64_t kFewestKeysPerPart = 256;  // below this a part costs more than it saves
 
 template <typename T>
@@ -75,16 +76,16 @@ int64_t registers(int64_t elements) {
   return (elements + Lanes<T>::kCount - 1) / Lanes<T>::kCount;
 }
 
-// Query heads that share a KV head, kHeads of them at a time, and a block of its keys.
+// Some query heads that share a KV head, and a block of its keys.
 //
 // scores[h, i] = q_h · k_i. Keys are taken in fours, whose sums over lanes are made together; after the last key it is
 // taken again.
-template <int kHeads, typename T>
+template <int kCount, typename T>
 void score(const Lanes<T>* queries, const T* keys, int64_t count, int64_t size, float* scores) {
   for (int64_t first = 0; first < count; first += kKeys) {
     const T* rows[kKeys];
     for (int i = 0; i < kKeys; ++i) rows[i] = keys + std::min(first + i, count - 1) * size;
-    Floats totals[kHeads][kKeys] = {};
+    Floats totals[kCount][kKeys] = {};
     for_each_lanes<T>(size, [&](int64_t place, auto load, auto) {
       const Lanes<T>* query = queries + place / Lanes<T>::kCount;
 #pragma GCC unroll 4
@@ -92,34 +93,35 @@ void score(const Lanes<T>* queries, const T* keys, int64_t count, int64_t size, 
         __builtin_prefetch(rows[i] + place + kAhead * size);
         const Lanes<T> key = load(rows[i] + place);
 #pragma GCC unroll 3
-        for (int h = 0; h < kHeads; ++h)
+        for (int h = 0; h < kCount; ++h)
           totals[h][i] = query[h * registers<T>(size)].add_products(totals[h][i], key);
       }
     });
-    for (int h = 0; h < kHeads; ++h) sums<kKeys>(totals[h], scores + h * kBlock + first);
+    for (int h = 0; h < kCount; ++h) sums<kKeys>(totals[h], scores + h * kBlock + first);
   }
 }
 
 // outputs[h] += Σ_i weights[h, i] v_i
-template <int kHeads, typename T>
+template <int kCount, typename T>
 void add_values(const float* weights, const T* values, int64_t count, int64_t size, Lanes<T>* outputs) {
   for_each_lanes<T>(size, [&](int64_t place, auto load, auto) {
     Lanes<T>* output = outputs + place / Lanes<T>::kCount;
-    Lanes<T> totals[kHeads];
-    for (int h = 0; h < kHeads; ++h) totals[h] = output[h * registers<T>(size)];
+    Lanes<T> totals[kCount];
+    for (int h = 0; h < kCount; ++h) totals[h] = output[h * registers<T>(size)];
     for (int64_t i = 0; i < count; ++i) {
       __builtin_prefetch(values + (kAhead + i) * size + place);
       const Lanes<T> value = load(values + i * size + place);
 #pragma GCC unroll 3
-      for (int h = 0; h < kHeads; ++h) totals[h].add_product(weights[h * kBlock + i], value);
+      for (int h = 0; h < kCount; ++h) totals[h].add_product(weights[h * kBlock + i], value);
     }
-    for (int h = 0; h < kHeads; ++h) output[h * registers<T>(size)] = totals[h];
+    for (int h = 0; h < kCount; ++h) output[h * registers<T>(size)] = totals[h];
   });
 }
 
 // Calls work(number, first) for all of [0, heads), `number` a constant of at most kHeads.
 template <typename Work>
 void for_each_heads(int64_t heads, const Work& work) {
+  static_assert(kHeads == 3, "what is left over is 1 or 2");
   int64_t first = 0;
   for (; first + kHeads <= heads; first += kHeads) work(std::integral_constant<int, kHeads>{}, first);
   if (heads - first == 2) work(std::integral_constant<int, 2>{}, first);
@@ -223,12 +225,13 @@ void combine(const Decode<T>& d, const Part& part, const Softmax<T>* parts, int6
   }
 }
 
-// One task for the query heads of each KV head of each token; where these would not share out evenly among the threads,
-// several with a part of the keys each.
+// One task for the query heads of each KV head of each token; where these are few and would not share out evenly among the
+// threads, several with a part of the keys each.
 template <typename T>
 std::vector<Part> parts_of(const Decode<T>& d, int threads) {
   std::vector<Part> parts;
-  const int64_t splits = threads / std::gcd<int64_t>(threads, d.tokens * d.kv_heads);
+  const int64_t tasks = d.tokens * d.kv_heads;
+  const int64_t splits = tasks < kManyTasks * threads ? threads / std::gcd<int64_t>(threads, tasks) : 1;
   for (int64_t token = 0; token < d.tokens; ++token) {
     const int64_t stop = d.positions[token] + 1;
     const int64_t start = d.window ? std::max<int64_t>(0, stop - d.window) : 0;
@@ -247,7 +250,7 @@ void decode_attention(const Decode<T>& d, int threads) {
   const std::vector<Part> parts = parts_of(d, threads);
   std::vector<Softmax<T>> results;
   for (const Part& part : parts) results.emplace_back(part.heads(), d.head_dim);
-  in_parallel(parts.size(), threads, [&](int64_t first, int64_t last) {
+  in_parallel(parts.size(), std::min<int64_t>(threads, parts.size()), [&](int64_t first, int64_t last) {
     for (int64_t i = first; i < last; ++i) attend(d, parts[i], results[i]);
   });
   for (size_t first = 0, last; first < parts.size(); first = last) {  // consecutive parts of the same query heads
