@@ -6,6 +6,8 @@ import argparse
 import json
 import signal
 import time
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,67 +21,106 @@ from launch.training_check import check, saved_run
 from launch.training_memory import check_step_fits
 from launch.training_progress import Speed, TrainingDisplay
 from launch.training_recipe import RECIPE, Recipe
-from launch.training_setup import TrainingData, compute_dtype, find_start, load_data, make_learner
+from launch.training_setup import Start, TrainingData, compute_dtype, find_start, load_data, make_learner
 from tp.errors import RequestError
 from tp.parallel.agreement import check_alike, statement_of
 from tp.parallel.group import TensorParallelGroup
 from tp.training.groups import TrainingGroups
 from tp.training.metrics import MetricsLog, bits_per_byte, plot_metrics, read_metrics
 from tp.training.store import CheckpointStore
+from tp.training.train_step import Learner
 from tp.training.trainer import EvaluationMetrics, StepMetrics, Trainer, TrainingSchedule
 
 METRICS, PLOT = "metrics.jsonl", "loss.png"
 
 
+@dataclass(frozen=True)
+class _Prepared:
+    """What a run trains, from where on, with what.
+
+    Attributes:
+        about: what its checkpoints say of it beside the recipe.
+        resumes: a checkpoint was found to go on from.
+    """
+
+    recipe: Recipe
+    groups: TrainingGroups
+    start: Start
+    data: TrainingData
+    learner: Learner
+    about: dict[str, Any]
+    resumes: bool
+
+
 def run(arguments: argparse.Namespace, world: TensorParallelGroup, terminal: Terminal) -> None:
     """Trains, on every rank; rank 0 tells what there is to tell."""
     with StopRequest(arguments.grace, lambda: _give_up(arguments.grace)) as stop_requested:
-        world.agree(lambda: _check(arguments) if world.rank == 0 else None)
-        saved = world.communicator.all_gather_object(saved_run(arguments) if world.rank == 0 else None)[0]
-        recipe = Recipe.of(arguments, None if saved is None else saved[RECIPE])
-        dtype = compute_dtype(arguments, saved, world.device)
-        check_alike(world.communicator, {**statement_of("recipe", recipe), **_statement(arguments, dtype)})
-        groups = TrainingGroups.of(world, arguments.dp)
-        start = find_start(arguments, recipe, world)
-        check_step_fits(arguments, recipe, start.config, groups, dtype)
-        data = load_data(arguments, recipe, start, groups, terminal)
-        about = {"data": data.fingerprint(), "dtype": str(dtype).removeprefix("torch.")}
-        check_alike(world.communicator, {"the tokens of --data": about["data"]})
-        _check_data(about, saved)
-        learner = make_learner(arguments, recipe, start, groups, dtype)
-        optimizer = learner.optimizer
-        assert isinstance(optimizer, torch.optim.AdamW)  # whose state the store knows
-        store = CheckpointStore(arguments.output, arguments.keep)
-        speed = Speed.of(start.config, recipe.sequence_length, recipe.batch_size, world.device, world.size)
-        with TrainingDisplay(terminal, speed, start.step, recipe.steps) as display:
-            report = _Report(arguments, display, speed, data, start.step) if world.rank == 0 else None
-            if arguments.resume and report is not None:
-                store.clear_leftovers()
-                display.say(f"from step {start.step}" if saved else f"no checkpoint in {arguments.output}: from step 0")
+        prepared = _prepare(arguments, world, terminal)
+        summary = _train(arguments, prepared, world, terminal, stop_requested)
+        if summary is not None and arguments.json:
+            terminal.show(json.dumps(summary) + "\n")
 
-            def save(done: int) -> None:
-                content = {RECIPE: recipe.to_json(), **about}
-                groups.on_first_replica(lambda: store.save(done, learner.model, optimizer, start.tokenizer, content))
-                if report is not None:
-                    report.saved(store.path_of(done))
 
-            trainer = Trainer(
-                learner,
-                groups.control,
-                learning_rate=recipe.schedule(),
-                batches=data.of_step,
-                evaluation=data.evaluation,
-                schedule=TrainingSchedule(recipe.steps, arguments.evaluate_every, arguments.save_every),
-                save=save,
-                on_metrics=report.metrics if report is not None else lambda metrics: None,
-                stop_requested=stop_requested,
-                dropout_seed=recipe.seed,
+def _prepare(arguments: argparse.Namespace, world: TensorParallelGroup, terminal: Terminal) -> _Prepared:
+    """Everything that can be refused is, on all ranks together, what costs least first."""
+    world.agree(lambda: _check(arguments) if world.rank == 0 else None)
+    saved = world.communicator.all_gather_object(saved_run(arguments) if world.rank == 0 else None)[0]
+    recipe = Recipe.of(arguments, None if saved is None else saved[RECIPE])
+    dtype = compute_dtype(arguments, saved, world.device)
+    check_alike(world.communicator, {**statement_of("recipe", recipe), **_statement(arguments, dtype)})
+    groups = TrainingGroups.of(world, arguments.dp)
+    start = find_start(arguments, recipe, world)
+    check_step_fits(arguments, recipe, start.config, groups, dtype)
+    data = load_data(arguments, recipe, start, groups, terminal)
+    about = {"data": data.fingerprint(), "dtype": str(dtype).removeprefix("torch.")}
+    check_alike(world.communicator, {"the tokens of --data": about["data"]})
+    _check_data(about, saved)
+    learner = make_learner(arguments, recipe, start, groups, dtype)
+    return _Prepared(recipe, groups, start, data, learner, about, saved is not None)
+
+
+def _train(
+    arguments: argparse.Namespace,
+    prepared: _Prepared,
+    world: TensorParallelGroup,
+    terminal: Terminal,
+    stop_requested: Callable[[], bool],
+) -> dict[str, Any] | None:
+    """The run's summary, on rank 0."""
+    recipe, groups, start, data = prepared.recipe, prepared.groups, prepared.start, prepared.data
+    model, optimizer = prepared.learner.model, prepared.learner.optimizer
+    assert isinstance(optimizer, torch.optim.AdamW)  # whose state the store knows
+    store = CheckpointStore(arguments.output, arguments.keep)
+    speed = Speed.of(start.config, recipe.sequence_length, recipe.batch_size, world.device, world.size)
+    with TrainingDisplay(terminal, speed, start.step, recipe.steps) as display:
+        report = _Report(arguments, display, speed, data, start.step) if world.rank == 0 else None
+        if arguments.resume and report is not None:
+            store.clear_leftovers()
+            found = (
+                f"from step {start.step}" if prepared.resumes else f"no checkpoint in {arguments.output}: from step 0"
             )
-            done = trainer.run(start.step)
-        if report is not None:
-            summary = report.finish(done, recipe.steps)
-            if arguments.json:
-                terminal.show(json.dumps(summary) + "\n")
+            display.say(found)
+
+        def save(done: int) -> None:
+            content = {RECIPE: recipe.to_json(), **prepared.about}
+            groups.on_first_replica(lambda: store.save(done, model, optimizer, start.tokenizer, content))
+            if report is not None:
+                report.saved(store.path_of(done))
+
+        trainer = Trainer(
+            prepared.learner,
+            groups.control,
+            learning_rate=recipe.schedule(),
+            batches=data.of_step,
+            evaluation=data.evaluation,
+            schedule=TrainingSchedule(recipe.steps, arguments.evaluate_every, arguments.save_every),
+            save=save,
+            on_metrics=report.metrics if report is not None else lambda metrics: None,
+            stop_requested=stop_requested,
+            dropout_seed=recipe.seed,
+        )
+        done = trainer.run(start.step)
+    return None if report is None else report.finish(done, recipe.steps)
 
 
 class _Report:

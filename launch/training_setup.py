@@ -133,13 +133,9 @@ def load_data(
     assert training is not None
     if recipe.eval_fraction is not None:
         training, held_out = training.split(recipe.eval_fraction, recipe.seed)
-    for dataset in (training, held_out):
-        if dataset is not None and dataset.highest_token_id >= start.config.vocab_size:
-            raise RequestError(
-                f"the tokenizer gave id {dataset.highest_token_id}, the model's vocabulary is "
-                f"{start.config.vocab_size}: they do not belong together"
-            )
+    _check_vocabulary(training, start.config)
     if held_out is not None:
+        _check_vocabulary(held_out, start.config)
         _check_held_out(training, held_out)
     _check_step(recipe, training)
     rows = micro_batch_size(arguments, recipe)
@@ -156,6 +152,14 @@ def load_data(
         None if held_out is None else EvaluationBatches(held_out, length, rows, **share),
         recipe.batch_size // (rows * groups.data.size),
     )
+
+
+def _check_vocabulary(dataset: TokenizedDataset, config: ModelConfig) -> None:
+    if dataset.highest_token_id >= config.vocab_size:
+        raise RequestError(
+            f"the tokenizer gave id {dataset.highest_token_id}, the model's vocabulary is {config.vocab_size}: "
+            "they do not belong together"
+        )
 
 
 def _check_step(recipe: Recipe, training: TokenizedDataset) -> None:

@@ -82,6 +82,7 @@ def test_windows_follow_the_layer_types():
         (hub_config("llama", architectures=3), "architectures is 3: it must be a list"),
         (hub_config("llama", architectures={"a": 1}), "architectures is .*: it must be a list"),
         ({"model_type": ["llama"]}, "is not supported: choose from llama"),
+        (hub_config("llama", rope_parameters={"rope_type": {}}), "rope type {} is not supported"),
         (hub_config("llama", rope_parameters="yarn"), "the rope settings are 'yarn': they must be an object"),
         (hub_config("llama", rope_scaling=[3]), "the rope settings are .3.: they must be an object"),
         (

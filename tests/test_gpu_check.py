@@ -8,10 +8,12 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
 from benchmarks import gpu_check
+from benchmarks.gpu_parts.machine import the_gpu
 from benchmarks.gpu_parts.record import Record, require
 
 ROOT = Path(__file__).parent.parent
@@ -29,6 +31,11 @@ def test_a_dry_run_of_all_parts(tmp_path):
     assert set(gpu_check.BUDGETS_S) <= {result["part"] for result in content["results"]}
     names = {result["name"] for result in content["results"]}
     assert {"two_shot torch.bfloat16", "tiny decode, batch 2, captured", "loss and gradients against float64"} <= names
+
+
+def test_what_runs_on_a_gpu_can_be_described_without_one():
+    with mock.patch("torch.cuda.current_device", return_value=0):
+        assert the_gpu().capture.size(5) == 8
 
 
 def test_a_part_that_takes_too_long_is_ended_and_told():

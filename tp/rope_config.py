@@ -108,5 +108,5 @@ def check_rope_type(parameters: Mapping[str, Any]) -> None:
     if not isinstance(parameters, Mapping):
         raise ConfigError(f"the rope settings are {parameters!r}: they must be an object with a rope_type")
     rope_type = parameters.get("rope_type", parameters.get("type", "default"))
-    if rope_type not in ROPE_TYPES:
+    if not isinstance(rope_type, str) or rope_type not in ROPE_TYPES:
         raise ConfigError(f"rope type {rope_type!r} is not supported: choose from {', '.join(ROPE_TYPES)}")

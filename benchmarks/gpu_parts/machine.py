@@ -10,6 +10,7 @@ from benchmarks.kernels import Sizes
 from tp.config import ModelConfig
 from tp.generation.decode_graphs import Capture, CudaGraph, Replay, Run
 from tp.layers import ShardedLogits
+from tp.parallel.communicator import AloneCommunicator
 from tp.rope_config import RopeConfig
 
 
@@ -80,7 +81,7 @@ def the_gpu() -> Machine:
             "7B": qwen2(3584, 28, 28, 4, 128, 18944, 152064, tied=False),
         },
         dtype=torch.bfloat16, batches=(1, 8), prompt=64, prefill=512, new_tokens=64, runs=20,
-        capture=CudaGraph(),
+        capture=CudaGraph(AloneCommunicator()),
     )  # fmt: skip
 
 
@@ -91,18 +92,13 @@ def the_cpu() -> Machine:
         checked=(torch.bfloat16,), rows=5, widths=(37,), heads=((3, 1, 1, 0, 8),),
         kernels=Sizes(512, (37,), (20,), ((3, 1, 8),), ((1, 2, 1, 8, 20),), ((1, 9, 20), (3, 9, 20)), (3, 50)),
         models={"tiny": qwen2(16, 1, 2, 1, 8, 24, 50, tied=True)},
-        dtype=torch.float32, batches=(1, 2), prompt=3, prefill=5, new_tokens=2, runs=1, capture=PlayedCapture(),
+        dtype=torch.float32, batches=(1, 2), prompt=3, prefill=5, new_tokens=2, runs=1,
+        capture=PlayedCapture(AloneCommunicator()),
     )  # fmt: skip
 
 
-class PlayedCapture:
+class PlayedCapture(CudaGraph):
     """A capture where there are none: computes anew, into the tensors of the first result."""
-
-    most_sequences = 256
-
-    def size(self, num_sequences: int) -> int:
-        """Powers of two, as of a CUDA graph."""
-        return 1 << (num_sequences - 1).bit_length()
 
     def __call__(self, run: Run) -> tuple[Replay, ShardedLogits]:
         """See `Capture`."""
