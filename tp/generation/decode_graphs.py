@@ -19,14 +19,17 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tp.choice import enabled, warn_once
 from tp.errors import first_line
+from tp.kernels.cache_attention import MAX_HEAD_DIM
 from tp.kernels.decode_attention import has_decode_attention
 from tp.kernels.linear import FEW_ROWS
+from tp.kernels.triton.use import DTYPES as TRITON_DTYPES
+from tp.kernels.triton.use import is_installed
 from tp.layers.kv_cache import KVCache
 from tp.layers.sharded_logits import ShardedLogits
 from tp.layers.step import Step
 from tp.models.causal_lm import CausalLM
 from tp.native.tape import Tape
-from tp.parallel.communicator import AloneCommunicator, Communicator
+from tp.parallel.communicator import AloneCommunicator, Communicator, NativeCommunicator
 from tp.parallel.shared_memory import SharedMemoryCommunicator
 
 NAME = "decode_graphs"
@@ -83,18 +86,21 @@ class CudaGraph:
         return result
 
     def __call__(self, run: Run) -> tuple[Replay, ShardedLogits]:
-        stream = torch.cuda.Stream()
-        stream.wait_stream(torch.cuda.current_stream())
+        stream, current = torch.cuda.Stream(), torch.cuda.current_stream()
+        stream.wait_stream(current)
         with torch.cuda.stream(stream):
             for _ in range(WARM_UP_RUNS):
                 plain = run()
-        torch.cuda.current_stream().wait_stream(stream)
-        graph = torch.cuda.CUDAGraph()
+        current.wait_stream(stream)
+        graph, failure = torch.cuda.CUDAGraph(), None
         try:
             with torch.cuda.graph(graph, capture_error_mode="thread_local"):
                 logits = run()
         except RuntimeError as error:
-            raise CaptureError(f"CUDA cannot capture a step: {first_line(error)}") from error
+            torch.cuda.set_stream(current)  # a capture that fails leaves its own
+            failure = first_line(error)
+        if reasons := list(filter(None, self._communicator.all_gather_object(failure))):  # before collectives replay
+            raise CaptureError(f"CUDA cannot capture a step: {reasons[0]}")
         graph.replay()
         bound = 8 * torch.finfo(plain.local.dtype).eps * plain.local.float().abs().amax()
         if not bool(((logits.local.float() - plain.local.float()).abs() <= bound).all()):
@@ -188,16 +194,18 @@ def has_hooks(model: CausalLM) -> bool:
 def capture_for(model: CausalLM) -> Capture | None:
     """How decode steps of this model are captured; None where they depend on what only the host knows.
 
-    On a CPU also None where a part of each step is plain torch: its MLP, its norms, its attention, or gloo's
-    collectives.
+    On CUDA these are the plain form of attention to the cache, and collectives over gloo. On a CPU also None where a
+    part of each step is plain torch: its MLP, its norms, its attention, or gloo's collectives.
     """
     group = model.group
     of_the_device = has_decode_attention(model.dtype, group.device) and model.config.rope.rope_type != "dynamic"
     if not of_the_device or not enabled(NAME):
         return None
-    if group.device.type == "cuda":
-        return CudaGraph(group.communicator)
     config = model.config
+    if group.device.type == "cuda":
+        of_the_kernel = model.dtype in TRITON_DTYPES and config.head_dim <= MAX_HEAD_DIM
+        on_the_device = isinstance(group.communicator, (AloneCommunicator, NativeCommunicator))
+        return CudaGraph(group.communicator) if of_the_kernel and on_the_device and is_installed(NAME) else None
     gated_by_silu = config.gated_mlp and config.activation == "silu"
     fused_norms = config.norm == "rms_norm" and config.norm_placement == "pre"
     in_memory = isinstance(group.communicator, (AloneCommunicator, SharedMemoryCommunicator))

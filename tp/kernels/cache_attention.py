@@ -12,7 +12,8 @@ from tp.kernels.statistics import statistics_dtype
 from tp.kernels.triton.use import uses_triton
 from tp.parallel.partition import HeadRun
 
-_MAX_HEAD_DIM = 256
+MAX_HEAD_DIM = 256
+"""Of the Triton kernel."""
 
 
 @dataclass(frozen=True)
@@ -57,7 +58,7 @@ def cache_attention(
         groups: query heads of each KV head.
         window: how many last tokens are seen; None = all.
     """
-    if not uses_triton("cache_attention", q) or q.shape[-1] > _MAX_HEAD_DIM:
+    if not uses_triton("cache_attention", q) or q.shape[-1] > MAX_HEAD_DIM:
         return plain_cache_attention(q, key, value, slots, lengths, groups, window)
     from tp.kernels.triton.cache_attention import attend_to_cache
 

@@ -50,6 +50,8 @@ class TensorParallelGroup:
         self.communicator = communicator
         self._made_world = False
         self.device = torch.device(device)
+        if str(self.device) == "cuda" and torch.cuda.is_available():
+            self.device = torch.device("cuda", torch.cuda.current_device())  # threads and other ranks need its index
 
     @property
     def rank(self) -> int:

@@ -23,7 +23,7 @@ MAX_WIDTH = 16384
 
 def uses_triton(name: str, tensor: Tensor) -> bool:
     """Whether the operation `name` on `tensor` is a Triton kernel: on CUDA, in its dtypes, unless switched off."""
-    return (tensor.is_cuda or INTERPRETED) and tensor.dtype in DTYPES and enabled(name) and _installed(name)
+    return (tensor.is_cuda or INTERPRETED) and tensor.dtype in DTYPES and enabled(name) and is_installed(name)
 
 
 def uses_row_kernel(name: str, tensor: Tensor) -> bool:
@@ -37,7 +37,8 @@ def uses_row_kernel(name: str, tensor: Tensor) -> bool:
 
 
 @cache
-def _installed(name: str) -> bool:
+def is_installed(name: str) -> bool:
+    """Whether Triton is there; where it is not, one warning that the operation `name` takes its plain form."""
     if importlib.util.find_spec("triton") is not None:
         return True
     warn_once(name, "Triton is not installed")
