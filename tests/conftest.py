@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 from collections import Counter
 from collections.abc import Iterator
 from typing import Any
@@ -13,6 +14,9 @@ from pool import RankPool
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # what a shell runs in the background hears no interrupt
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 torch.set_num_threads(1)  # a second thread waits for the ranks that share the cores
 
