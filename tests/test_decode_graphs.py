@@ -24,6 +24,7 @@ from tp.generation.decode_graphs import Capture, CaptureError, CudaGraph, Decode
 from tp.layers import KVCache, SequenceSlice, ShardedLogits, Step
 from tp.models import initialise_parameters, prepare_for_inference
 from tp.parallel import TensorParallelGroup
+from tp.parallel.communicator import AloneCommunicator, NativeCommunicator, OrderedCommunicator
 
 CAPACITY = 14
 BATCHES = [
@@ -110,6 +111,25 @@ def test_logits_and_cache_are_those_of_plain_steps(
         for differences, sizes in ranks(tp_size).run(largest_differences, config, dtype, way):
             assert max(differences) == 0 if way != "played" else max(differences) < 1e-5
             assert sizes == ([1, 4, 5] if way == "played" else [1, 3, 4, 5]), "of a GPU those that come again"
+
+
+@pytest.mark.parametrize(
+    "communicator, dtype, head_dim, captured",
+    [
+        (NativeCommunicator, torch.bfloat16, 256, True),
+        (AloneCommunicator, torch.float32, 64, True),
+        (OrderedCommunicator, torch.bfloat16, 64, False),
+        (NativeCommunicator, torch.float64, 64, False),
+        (NativeCommunicator, torch.bfloat16, 320, False),
+    ],
+)
+def test_on_cuda_only_what_a_graph_can_hold_is_captured(
+    communicator: type, dtype: torch.dtype, head_dim: int, captured: bool
+) -> None:
+    model = mock.Mock(dtype=dtype)
+    model.group.device, model.group.communicator = torch.device("cuda", 0), mock.Mock(spec=communicator)
+    model.config.head_dim = head_dim
+    assert isinstance(capture_for(model), CudaGraph) == captured
 
 
 def test_few_captured_steps_are_kept() -> None:
