@@ -8,8 +8,8 @@
 #include <algorithm>
 #include <cstring>
 #include <type_traits>
-#include <vector>
 
+#include "scratch.h"
 #include "tape.h"
 #include "threads.h"
 #include "transpose.h"
@@ -205,8 +205,8 @@ void gemm(const Gemm<Weight>& p, int threads) {
     return gemm(others, threads);
   }
   in_parallel((p.out + kLanes - 1) / kLanes, threads, [&](int64_t first, int64_t last) {
-    thread_local std::vector<Products::Packed> packed;
-    thread_local std::vector<float> totals;
+    thread_local Scratch<Products::Packed> packed;
+    thread_local Scratch<float> totals;
     packed.resize(Products::kColumns / Products::kPacked * kWidth);
     totals.resize(p.rows * kWidth);
     const int64_t end = std::min(last * kLanes, p.out);

@@ -6,8 +6,8 @@
 #include <algorithm>
 #include <cmath>
 #include <limits>
-#include <vector>
 
+#include "scratch.h"
 #include "spread.h"
 #include "tape.h"
 #include "threads.h"
@@ -137,6 +137,7 @@ constexpr int kTotals = TP_VECTOR_BYTES == 64 ? 16 : 8;  // registers of a tile'
 template <typename T, typename P>
 struct Problem {
   const typename P::Activation* x;    // [rows, columns], prepared
+  int64_t stride;                     // of x's rows
   const float* units;                 // [rows]: what 1 in x stands for
   const typename P::Weight* weight;   // [out, columns]
   const float* scales;                // [out] or null: what 1 in the weights stands for
@@ -151,7 +152,7 @@ struct Problem {
 template <int kStreams, int kRows, typename T, typename P>
 void tile(const Problem<T, P>& p, int64_t row, int64_t n, int64_t apart, float* results) {
   const typename P::Weight* weight = p.weight + n * p.columns;
-  const auto* x = p.x + row * p.columns;
+  const auto* x = p.x + row * p.stride;
   const int64_t stride = apart * p.columns;
   typename P::Total totals[kStreams * kRows] = {};
   const auto add_group = [&](int64_t k) __attribute__((always_inline)) {
@@ -159,7 +160,7 @@ void tile(const Problem<T, P>& p, int64_t row, int64_t n, int64_t apart, float* 
     for (int i = 0; i < kStreams; ++i) {
       const auto weights = P::group(weight + i * stride + k);
 #pragma GCC unroll 16
-      for (int m = 0; m < kRows; ++m) P::add(totals[i * kRows + m], weights, x + m * p.columns + k);
+      for (int m = 0; m < kRows; ++m) P::add(totals[i * kRows + m], weights, x + m * p.stride + k);
     }
   };
   constexpr int64_t kStep = (kRows <= 2 ? 4 : 1) * P::kGroup;  // few rows give little to do between two branches
@@ -180,7 +181,7 @@ void finish(const Problem<T, P>& p, int64_t row, int64_t n, int64_t count, float
     for (int64_t j = 0; j < count; ++j)
       for (int64_t k = p.whole; k < p.columns; ++k)
         results[j] =
-            std::fma(to_float(p.weight[(n + j) * p.columns + k]), to_float(p.x[row * p.columns + k]), results[j]);
+            std::fma(to_float(p.weight[(n + j) * p.columns + k]), to_float(p.x[row * p.stride + k]), results[j]);
   if (p.scales)
     for (int64_t j = 0; j < count; ++j) results[j] *= p.scales[n + j] * p.units[row];
   if (p.bias)
@@ -220,14 +221,15 @@ void streams(const Problem<T, P>& p, int64_t rows, int64_t first, int64_t last) 
 template <typename P, typename T>
 void linear(const T* x, int64_t x_stride, const typename P::Weight* weight, const float* scales, const T* bias, T* y,
             int64_t rows, int64_t columns, int64_t out, int threads) {
-  thread_local std::vector<typename P::Activation> prepared;
-  thread_local std::vector<float> units;
-  prepared.resize(rows * columns);
+  thread_local Scratch<typename P::Activation> prepared;
+  thread_local Scratch<float> units;
+  const int64_t stride = whole_lines<typename P::Activation>(columns);
+  prepared.resize(rows * stride);
   units.resize(rows);
   for (int64_t row = 0; row < rows; ++row)
-    units[row] = P::prepare(x + row * x_stride, columns, prepared.data() + row * columns);
+    units[row] = P::prepare(x + row * x_stride, columns, prepared.data() + row * stride);
   const int64_t whole = columns / P::kGroup * P::kGroup;
-  const Problem<T, P> problem{prepared.data(), units.data(), weight, scales, bias, y, columns, whole, out};
+  const Problem<T, P> problem{prepared.data(), stride, units.data(), weight, scales, bias, y, columns, whole, out};
   in_parallel(out, threads, [&](int64_t first, int64_t last) {
     if constexpr (kTotals == 16)
       streams<4, 4>(problem, rows, first, last);

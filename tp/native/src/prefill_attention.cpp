@@ -8,10 +8,9 @@
 
 #include <algorithm>
 #include <limits>
-#include <memory>
-#include <vector>
 
 #include "exponential.h"
+#include "scratch.h"
 #include "tape.h"
 #include "threads.h"
 #include "vectors.h"
@@ -80,29 +79,35 @@ template <typename T>
 struct Packed {
   using Element = typename Operand<T>::Element;
   static constexpr int64_t kValues = elements<T>(kKeys);
-  std::unique_ptr<Element[]> keys;    // [kv_heads, blocks, columns, kKeys]
-  std::unique_ptr<Element[]> values;  // [kv_heads, blocks, kValues, width]
+  Scratch<Element> keys;    // [kv_heads, blocks, columns, kKeys]
+  Scratch<Element> values;  // [kv_heads, blocks, kValues, width]
 
   Packed(const Prefill<T>& p, int threads)
-      : keys(new Element[p.kv_heads * p.blocks() * p.columns() * kKeys]),
-        values(new Element[p.kv_heads * p.blocks() * kValues * p.width()]) {
+      : keys(p.kv_heads * p.blocks() * p.columns() * kKeys), values(p.kv_heads * p.blocks() * kValues * p.width()) {
     in_parallel(p.kv_heads * p.blocks(), threads, [&](int64_t first, int64_t last) {
       for (int64_t i = first; i < last; ++i) fill_block(p, i / p.blocks(), p.first_block() + i % p.blocks());
     });
   }
 
-  Element* keys_of(const Prefill<T>& p, int64_t head, int64_t block) const {
-    return keys.get() + (head * p.blocks() + block - p.first_block()) * p.columns() * kKeys;
+  const Element* keys_of(const Prefill<T>& p, int64_t head, int64_t block) const {
+    return keys.data() + place_of_keys(p, head, block);
   }
-  Element* values_of(const Prefill<T>& p, int64_t head, int64_t block) const {
-    return values.get() + (head * p.blocks() + block - p.first_block()) * kValues * p.width();
+  const Element* values_of(const Prefill<T>& p, int64_t head, int64_t block) const {
+    return values.data() + place_of_values(p, head, block);
   }
 
  private:
+  static int64_t place_of_keys(const Prefill<T>& p, int64_t head, int64_t block) {
+    return (head * p.blocks() + block - p.first_block()) * p.columns() * kKeys;
+  }
+  static int64_t place_of_values(const Prefill<T>& p, int64_t head, int64_t block) {
+    return (head * p.blocks() + block - p.first_block()) * kValues * p.width();
+  }
+
   void fill_block(const Prefill<T>& p, int64_t head, int64_t block) {
     constexpr int64_t kTerms = Operand<T>::kTerms;
-    Element* columns = keys_of(p, head, block);
-    Element* rows = values_of(p, head, block);
+    Element* columns = keys.data() + place_of_keys(p, head, block);
+    Element* rows = values.data() + place_of_values(p, head, block);
     const int64_t count = std::min(kKeys, p.keys - block * kKeys);
     const T* key = p.k + head * p.k_head + block * kKeys * p.k_token;
     const T* value = p.v + head * p.v_head + block * kKeys * p.v_token;
@@ -127,10 +132,10 @@ inline void mask_outside(float* of_keys, int64_t low, int64_t high, float value)
 template <typename T>
 struct Block {
   using Element = typename Operand<T>::Element;
-  std::vector<Element> queries;                // [kQueries, columns], zeros after the last
-  std::vector<float> output;                   // [kQueries, width]: Σ p v so far
-  float scores[kRows * kKeys];                 // of kRows queries
-  Element weights[kRows * Packed<T>::kValues];  // p of the same
+  Scratch<Element> queries;  // [kQueries, columns], zeros after the last
+  Scratch<float> output;     // [kQueries, width]: Σ p v so far
+  alignas(kCacheLine) float scores[kRows * kKeys];                  // of kRows queries
+  alignas(kCacheLine) Element weights[kRows * Packed<T>::kValues];  // p of the same
   float row_max[kQueries], row_sum[kQueries], rescale[kQueries];
 
   void begin(const Prefill<T>& p, int64_t head, int64_t first, int64_t count) {
