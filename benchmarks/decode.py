@@ -25,6 +25,7 @@ from launch.measurement.lineup import lineup
 from launch.measurement.model_facts import model_facts
 from launch.measurement.peers.task import Task
 from launch.measurement.tables import comparison_fields, print_comparison
+from tp.errors import RequestError
 
 
 def main() -> int:
@@ -63,7 +64,13 @@ def run(arguments: argparse.Namespace) -> None:
 
 
 def chosen_cases(arguments: argparse.Namespace) -> list[Case]:
-    """Prefill by number of tokens, then decode by prompt and batch."""
+    """Prefill by number of tokens, then decode by prompt and batch.
+
+    Raises:
+        RequestError: decode of a single token.
+    """
+    if arguments.new_tokens < 2:
+        raise RequestError(f"--new-tokens {arguments.new_tokens} leaves no time between tokens: give at least 2")
     prefill = [Case("prefill", 1, tokens, 1) for tokens in arguments.prefill_tokens]
     decode = [
         Case("decode", batch, tokens, arguments.new_tokens)

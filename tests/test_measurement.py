@@ -462,6 +462,11 @@ def test_cases_of_the_command_line():
     ]  # fmt: skip
 
 
+def test_a_single_token_is_no_decode():
+    with pytest.raises(RequestError, match="--new-tokens 1 leaves no time between tokens: give at least 2"):
+        decode.chosen_cases(decode.parser().parse_args("--model m --new-tokens 1".split()))
+
+
 def test_bytes_of_a_step_are_those_of_all_weights_of_a_tied_model():
     facts = model_facts(EMBEDDED, "bfloat16")
     size = (ROOT / "launch" / "embedded_model" / "model.safetensors").stat().st_size

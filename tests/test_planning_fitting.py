@@ -81,6 +81,7 @@ def _rates(captured_collective_s: float | None) -> Rates:
         eager_step_s=5e-3,
         captured_collective_s=captured_collective_s,
         sampler_bytes_per_s=12e9,
+        cache_bytes_per_s=6e9,
     )
 
 
@@ -120,6 +121,7 @@ def test_the_times_of_the_small_models_give_the_rates_that_made_them(tp_size):
     found = fit_rates(observations, PRECISION, tp_size, fabric, 512, _rates(None) if tp_size > 1 else None)
     assert found.read_bytes_per_s == pytest.approx(made.read_bytes_per_s, rel=0.03)
     assert found.sampler_bytes_per_s == pytest.approx(made.sampler_bytes_per_s, rel=0.1)
+    assert found.cache_bytes_per_s == pytest.approx(made.cache_bytes_per_s, rel=0.1)
     assert found.captured_layer_s == pytest.approx(made.captured_layer_s, rel=0.05)
     assert found.eager_layer_s == pytest.approx(made.eager_layer_s, rel=0.05)
     for rows, rate in made.matrix_flops_per_s["bfloat16"]:
@@ -128,10 +130,21 @@ def test_the_times_of_the_small_models_give_the_rates_that_made_them(tp_size):
         assert found.captured_collective_s == pytest.approx(9e-6, rel=0.1)
 
 
+def test_the_latency_of_collectives_counts_once_where_one_rank_alone_was_not_measured():
+    fabric = Fabric(
+        measured=tuple(MeasuredCollective(each, 2, "measured", Line(90e-6, 0.0, 0.0)) for each in OPERATIONS)
+    )
+    observations = _observed(_rates(captured_collective_s=9e-6), fabric, 2)
+    again = _observed(fit_rates(observations, PRECISION, 2, fabric, 512), fabric, 2)
+    for before, after in zip(observations, again, strict=True):
+        if before.phase == "decode":
+            assert after.seconds == pytest.approx(before.seconds, rel=0.05)
+
+
 def test_what_no_time_is_left_for_is_not_predicted_on_top():
     """The more attention, the faster it was: its FLOPs count as those of products, and the times are met."""
     without, usual = (
-        _observed(replace(_rates(None), attention_flops_per_s=rate), Fabric(), 1) for rate in (1e18, 3e12)
+        _observed(replace(_rates(None), attention_flops_per_s=rate), Fabric(), 1) for rate in (1e18, 1e12)
     )
     observations = [
         replace(one, seconds=2 * one.seconds - other.seconds) for one, other in zip(without, usual, strict=True)

@@ -74,6 +74,37 @@ def test_a_decode_step_reads_all_weights_once():
     assert decode_time(workload(), 1).products_s == pytest.approx(read / rates.read_bytes_per_s)
 
 
+@pytest.mark.parametrize(
+    "sharded, batch, shards", [(None, 256, False), (None, 512, True), (True, 2, True), (False, 512, False)]
+)
+def test_decode_steps_lie_as_the_layout_has_them(sharded, batch, shards):
+    for tp_size in (1, 4):
+        plan = plan_serving(workload(sharded=sharded, batch=batch), tp_size)
+        operations = {each.operation for each in plan.decode_collectives}
+        assert ("reduce_scatter" in operations) == (shards and tp_size > 1)
+
+
+@pytest.mark.parametrize(
+    "changes, batch, sharded, captured",
+    [
+        ({}, 1, None, True),
+        ({}, 33, None, False),
+        ({}, 2, True, False),
+        ({"activation": "gelu"}, 1, None, False),
+        ({"model_type": "tp_decoder", "norm": "layer_norm"}, 1, None, False),
+        ({"rope": RopeConfig(rope_type="dynamic", factor=2.0)}, 1, None, False),
+    ],
+)
+def test_a_decode_step_costs_as_much_as_its_kernels_can_be_captured(changes, batch, sharded, captured):
+    profile = load_profile("two-core-cpu")
+    asked = workload(config=replace(SEVEN_B, **changes), profile=profile, batch=batch, sharded=sharded)
+    rates = profile.rates_of(2)
+    expected = rates.captured_step_s if captured else rates.eager_step_s
+    assert rates.captured_step_s != rates.eager_step_s
+    assert decode_time(asked, 2).step_s == expected
+    assert decode_time(replace(asked, sharded=True), 1).step_s == decode_time(replace(asked, sharded=False), 1).step_s
+
+
 def test_many_rows_are_limited_by_multiplying():
     few, many = (decode_time(workload(batch=batch), 1).products_s for batch in (1, 128))
     assert many == pytest.approx(few), "128 rows are below the roofline's ridge"

@@ -94,9 +94,8 @@ def test_collectives_of_prefill_and_decode_are_those_that_are_entered(ranks, t, 
     assert [len(pieces) for pieces in prefill_pieces(batch, prompt, 8)] == [1, 2, 1]
     prefill = [sum(parts) for parts in zip(*(_sums(step.collectives) for step in steps), strict=True)]
     assert counts[0] == tuple(prefill)
-    if layout is Replicate:  # a decode step shards only where a user has it so
-        decode = _sums(decode_work(model, batch, prompt + 1).collectives)
-        assert counts[2] == tuple(first + 2 * each for first, each in zip(prefill, decode, strict=True))
+    decode = _sums(decode_work(model, batch, prompt + 1, sharded=layout is ShardTokens).collectives)
+    assert decode == tuple(after - before for before, after in zip(*counts[1:], strict=True))  # the first is captured
 
 
 def _counted_in_training(group, config, layout, recomputed, rows, length):

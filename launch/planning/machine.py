@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import itertools
+import random
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
 
@@ -115,7 +116,10 @@ def measure_ranks(degree: int, measured: Measurements) -> None:
 def measure_models(
     degrees: Sequence[int], dtype: str, subjects: Sequence[Subject], measured: Measurements, rounds: int = ROUNDS
 ) -> None:
-    """Every case of every model at every degree, once a round: all of them meet the machine as it is by then."""
+    """Every case of every model at every degree, once a round, in an order that mixes them.
+
+    So all of them meet the machine as it is by then, and no slow minute falls on one model's cases alone.
+    """
     with ExitStack() as stack:
         actions: dict[str, Callable[[], Measured]] = {}
         about: dict[str, tuple[str, int, Case]] = {}
@@ -132,7 +136,7 @@ def measure_models(
                     actions[key] = _action(field, contestant, case, subject.vocab_size)
         readers = {degree: stack.enter_context(ReadBandwidth(degree, _cores_of(degree))) for degree in degrees}
         actions.update({reader.name: reader.bytes_per_second for reader in readers.values()})
-        outcome = interleave(actions, rounds=rounds, watch=_teller(len(actions)))
+        outcome = interleave(_shuffled(actions), rounds=rounds, watch=_teller(len(actions)))
     if outcome.failures:
         name, reason = next(iter(outcome.failures.items()))
         raise ContestantError(f"{name}: {reason}")
@@ -155,6 +159,12 @@ def observations(name: str, case: Case, answers: Sequence[DecodeAnswer]) -> list
         step = Spread.of(answer.step_ms for answer in answers).median / 1e3
         found.append(Observation(config, "decode", case.batch, case.prompt_tokens + case.new_tokens // 2, step))
     return found
+
+
+def _shuffled(actions: Mapping[str, Callable[[], Measured]]) -> dict[str, Callable[[], Measured]]:
+    names = list(actions)
+    random.Random(0).shuffle(names)
+    return {name: actions[name] for name in names}
 
 
 def _action(field: Field, contestant: Contestant, case: Case, vocab_size: int) -> Callable[[], Measured]:

@@ -64,7 +64,7 @@ _ROWS = (
 
 CASES: Mapping[str, tuple[Case, ...]] = {
     "large": _ROWS,
-    "wide": _ROWS,
+    "wide": (*_ROWS, Case("decode", 1, 1024, 16)),
     "deep": (
         Case("decode", 1, 16, 24),
         Case("decode", 1, 1024, 16),

@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tp.choice import enabled, warn_once
+from tp.config import ModelConfig
 from tp.errors import first_line
 from tp.kernels.cache_attention import MAX_HEAD_DIM
 from tp.kernels.decode_attention import has_decode_attention
@@ -28,6 +29,7 @@ from tp.layers.kv_cache import KVCache
 from tp.layers.sharded_logits import ShardedLogits
 from tp.layers.step import Step
 from tp.models.causal_lm import CausalLM
+from tp.native.operation import DTYPES as NATIVE_DTYPES
 from tp.native.tape import Tape
 from tp.parallel.communicator import AloneCommunicator, Communicator, NativeCommunicator
 from tp.parallel.shared_memory import SharedMemoryCommunicator
@@ -191,25 +193,32 @@ def has_hooks(model: CausalLM) -> bool:
     return of_modules or bool(torch.nn.modules.module._has_any_global_hook())
 
 
-def capture_for(model: CausalLM) -> Capture | None:
-    """How decode steps of this model are captured; None where they depend on what only the host knows.
+def can_be_captured(config: ModelConfig, dtype: torch.dtype, device_type: str) -> bool:
+    """Whether the decode steps of such a model are made of kernels that can be captured, where these are at hand.
 
-    On CUDA these are the plain form of attention to the cache, and collectives over gloo. On a CPU also None where a
-    part of each step is plain torch: its MLP, its norms, its attention, or gloo's collectives.
+    On CUDA the plain form of attention to the cache cannot: it depends on what only the host knows. On a CPU nothing
+    that is plain torch can: its MLP, its norms, its attention.
     """
-    group = model.group
-    of_the_device = has_decode_attention(model.dtype, group.device) and model.config.rope.rope_type != "dynamic"
-    if not of_the_device or not enabled(NAME):
-        return None
-    config = model.config
-    if group.device.type == "cuda":
-        of_the_kernel = model.dtype in TRITON_DTYPES and config.head_dim <= MAX_HEAD_DIM
-        on_the_device = isinstance(group.communicator, (AloneCommunicator, NativeCommunicator))
-        return CudaGraph(group.communicator) if of_the_kernel and on_the_device and is_installed(NAME) else None
+    if config.rope.rope_type == "dynamic":
+        return False
+    if device_type == "cuda":
+        return dtype in TRITON_DTYPES and config.head_dim <= MAX_HEAD_DIM
     gated_by_silu = config.gated_mlp and config.activation == "silu"
     fused_norms = config.norm == "rms_norm" and config.norm_placement == "pre"
-    in_memory = isinstance(group.communicator, (AloneCommunicator, SharedMemoryCommunicator))
-    return NativeTape(group.communicator) if gated_by_silu and fused_norms and in_memory else None
+    return dtype in NATIVE_DTYPES and gated_by_silu and fused_norms
+
+
+def capture_for(model: CausalLM) -> Capture | None:
+    """How decode steps of this model are captured; None where they cannot be, as over gloo, or where that is off."""
+    group, communicator = model.group, model.group.communicator
+    at_hand = enabled(NAME) and has_decode_attention(model.dtype, group.device)
+    if not at_hand or not can_be_captured(model.config, model.dtype, group.device.type):
+        return None
+    if group.device.type == "cuda":
+        on_the_device = isinstance(communicator, (AloneCommunicator, NativeCommunicator))
+        return CudaGraph(communicator) if on_the_device and is_installed(NAME) else None
+    in_memory = isinstance(communicator, (AloneCommunicator, SharedMemoryCommunicator))
+    return NativeTape(communicator) if in_memory else None
 
 
 @dataclass(frozen=True)

@@ -173,6 +173,11 @@ def automatic_layout(group: TensorParallelGroup, num_tokens: int) -> Layout:
 
     In decode latency rules: one all-reduce is cheaper than a reduce-scatter and an all-gather.
     """
-    if torch.is_grad_enabled() or num_tokens >= SHARDED_PREFILL_TOKENS:
+    if torch.is_grad_enabled() or shards_without_gradients(num_tokens):
         return ShardTokens(group, num_tokens)
     return Replicate(group, num_tokens)
+
+
+def shards_without_gradients(num_tokens: int) -> bool:
+    """Whether `automatic_layout` shards a step of prefill or decode of so many tokens."""
+    return num_tokens >= SHARDED_PREFILL_TOKENS

@@ -11,6 +11,9 @@ from tp.choice import disabled
 from tp.native.library import NAME as LIBRARY
 from tp.native.library import NativeFunction, library, native_function
 
+DTYPES = frozenset({torch.float32, torch.bfloat16})
+"""What the library's kernels compute in."""
+
 
 class NativeOperation:
     """Functions of the library that are named alike but for a dtype: `tp_rms_norm_bfloat16`, `tp_rms_norm_float32`."""

@@ -31,11 +31,12 @@ class Rates:
     """How fast one rank is.
 
     Attributes:
-        read_bytes_per_s: of weights and cache.
+        read_bytes_per_s: of weights.
         matrix_flops_per_s: by dtype, of products with so many rows of x: (rows, FLOP/s), rows ascending.
         attention_flops_per_s: of attention to more than one token.
         stream_bytes_per_s: read and written by what is no product: norms, rotary, activations.
         sampler_bytes_per_s: of logits that tokens are chosen from; None: as `stream_bytes_per_s`.
+        cache_bytes_per_s: of keys and values; None: as `read_bytes_per_s`.
         captured_layer_s, eager_layer_s: of each layer of a decode step that was captured, and of any other step.
         captured_step_s, eager_step_s: of each such step.
         captured_collective_s: latency of a collective in a captured step, where it is another than outside.
@@ -51,6 +52,7 @@ class Rates:
     eager_step_s: float = 0.0
     captured_collective_s: float | None = None
     sampler_bytes_per_s: float | None = None
+    cache_bytes_per_s: float | None = None
 
     def flops_per_s(self, dtype: str, rows: int) -> float:
         """Of a product with `rows` rows of x; between those that are given along a line in logarithms.

@@ -8,9 +8,10 @@ from dataclasses import dataclass, replace
 from tp.checkpoint.memory import largest
 from tp.config import ModelConfig
 from tp.defaults import PREFILL_CHUNK
+from tp.dtypes import DTYPES
 from tp.errors import CapacityError, RequestError
-from tp.generation.decode_graphs import CudaGraph, NativeTape
-from tp.layers.layout import SHARDED_PREFILL_TOKENS
+from tp.generation.decode_graphs import CudaGraph, NativeTape, can_be_captured
+from tp.layers.layout import shards_without_gradients
 from tp.planning.hardware import ANY_DEGREE, Profile
 from tp.planning.memory import RankMemory, serving_memory, training_memory
 from tp.planning.parameters import RankModel, distinct_ranks, rank_models
@@ -20,7 +21,7 @@ from tp.planning.step_time import StepTime, alike_time, slowest, step_time, tota
 from tp.planning.work import AlikeSteps, StepWork, decode_work, prefill_steps, training_work
 
 MOST_SEQUENCES = {"cuda": CudaGraph.most_sequences, "cpu": NativeTape.most_sequences}
-"""By device, the largest batch whose decode steps are captured."""
+"""By device, the largest batch whose decode steps may be captured."""
 
 
 @dataclass(frozen=True)
@@ -33,7 +34,7 @@ class Workload:
         batch: sequences at once; in training, rows at once.
         context: tokens of each.
         chunk: most prompt tokens of a step.
-        sharded: sequence parallelism in prefill and training; None: where `automatic_layout` has it.
+        sharded: sequence parallelism; None: where `automatic_layout` has it.
         recomputed: activation checkpointing.
     """
 
@@ -71,6 +72,16 @@ class Workload:
             have = f"{self.nodes} node{'s' if self.nodes > 1 else ''} of {self.profile.ranks_per_node}"
             raise RequestError(f"--tp {tp_size} cannot be dealt out evenly over {have} ranks: give more --nodes")
         return nodes
+
+    def shards(self, num_tokens: int, tp_size: int) -> bool:
+        """Whether a step of prefill or decode of so many tokens runs sharded."""
+        return tp_size > 1 and (shards_without_gradients(num_tokens) if self.sharded is None else self.sharded)
+
+    def captures(self, tp_size: int) -> bool:
+        """Whether decode steps of the batch are captured. On CPUs those of a sharded stream call torch."""
+        device = self.profile.device
+        captured = self.batch <= MOST_SEQUENCES[device] and not (device == "cpu" and self.shards(self.batch, tp_size))
+        return captured and can_be_captured(self.config, DTYPES[self.precision.dtype], device)
 
     def ranks(self, tp_size: int) -> tuple[RankModel, ...]:
         """Every rank of a group."""
@@ -117,7 +128,7 @@ class ServingPlan:
         prefill: of all prompts of the batch, each as long as the context.
         decode: of a step that gives each sequence its last token.
         decode_collectives: of that step. prefill_collectives: of all steps of the prefill.
-        served: the largest batch, but no more than can be captured: `MOST_SEQUENCES`.
+        served: the largest batch, but no more than may be captured: `MOST_SEQUENCES`.
         throughput: tokens a second of decode at that batch; 0 where nothing fits.
     """
 
@@ -208,7 +219,6 @@ def plan_training(workload: Workload, tp_size: int) -> TrainingPlan:
 def serving_placement(workload: Workload, tp_size: int) -> Placement:
     """Memory of serving at one degree."""
     tokens = min(workload.chunk, workload.batch * workload.context)
-    shards = tokens >= SHARDED_PREFILL_TOKENS if workload.sharded is None else workload.sharded
     device, runtime = workload.profile.device, workload.profile.runtime_bytes
     memory = tuple(
         serving_memory(
@@ -219,7 +229,7 @@ def serving_placement(workload: Workload, tp_size: int) -> Placement:
             batch=workload.batch,
             context=workload.context,
             chunk=workload.chunk,
-            sharded=shards and tp_size > 1,
+            sharded=workload.shards(tokens, tp_size),
         )
         for rank, model in enumerate(workload.ranks(tp_size))
     )
@@ -311,8 +321,8 @@ def _placement(workload: Workload, tp_size: int, memory: tuple[RankMemory, ...])
 
 
 def _decode_work(workload: Workload, model: RankModel) -> StepWork:
-    captured = workload.batch <= MOST_SEQUENCES[workload.profile.device]
-    return decode_work(model, workload.batch, workload.context, captured=captured)
+    sharded, captured = workload.shards(workload.batch, model.tp_size), workload.captures(model.tp_size)
+    return decode_work(model, workload.batch, workload.context, captured=captured, sharded=sharded)
 
 
 def _prefill_steps(workload: Workload, model: RankModel) -> list[AlikeSteps]:

@@ -1,7 +1,7 @@
 """How long a step takes: what it asks of a rank, at the rates of a machine.
 
     products       Σ max(bytes / read rate, FLOPs / matrix rate)      a roofline for each matrix
-    attention      max(cache bytes / read rate, FLOPs / attention rate)
+    attention      max(cache bytes / cache rate, FLOPs / attention rate)
     stream         bytes of what is no product / stream rate, and of logits / the sampler's
     layers, step   a fixed cost for each pass through a layer, and for the step: launches, gaps, Python
     collectives    their latency, and what their bytes add
@@ -100,7 +100,8 @@ def _latency_s(cost: Cost, work: StepWork, rates: Rates) -> float:
 
 
 def _attention_s(cache_bytes: int, flops: int, rates: Rates) -> float:
-    return max(cache_bytes / rates.read_bytes_per_s, flops / rates.attention_flops_per_s)
+    reading = cache_bytes / (rates.cache_bytes_per_s or rates.read_bytes_per_s)
+    return max(reading, flops / rates.attention_flops_per_s)
 
 
 def _product_s(product: Product, precision: Precision, rates: Rates) -> float:

@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from tp.config import ModelConfig
-from tp.layers.layout import SHARDED_PREFILL_TOKENS
+from tp.layers.layout import shards_without_gradients
 from tp.layers.step import SequenceSlice
 from tp.models.norm_placement import PLACEMENTS
 from tp.parallel.partition import ceil_div
@@ -90,10 +90,17 @@ class AlikeSteps:
         return [replace(self.work, attention_flops=flops, cache_bytes=nbytes) for flops, nbytes in self.attention]
 
 
-def decode_work(model: RankModel, batch: int, context: int, *, captured: bool = True) -> StepWork:
-    """One more token for each of `batch` sequences, which then have `context` tokens."""
+def decode_work(
+    model: RankModel, batch: int, context: int, *, captured: bool = True, sharded: bool | None = None
+) -> StepWork:
+    """One more token for each of `batch` sequences, which then have `context` tokens.
+
+    Args:
+        sharded: as of `prefill_steps`.
+    """
     pieces = [SequenceSlice(1, context - 1)] * batch
-    work = _step(model, batch, batch, captured=captured, sharded=False, num_sampled=batch)
+    shards = shards_without_gradients(batch) if sharded is None else sharded
+    work = _step(model, batch, batch, captured=captured, sharded=shards, num_sampled=batch)
     return replace(work, cache_bytes=_cache_bytes(model, _windows(model.config), pieces))
 
 
@@ -120,7 +127,7 @@ def prefill_steps(
         attention.setdefault((tokens, len(pieces), complete), []).append(seen)
     steps = []
     for (tokens, num_pieces, complete), seen_by_each in attention.items():
-        shards = tokens >= SHARDED_PREFILL_TOKENS if sharded is None else sharded
+        shards = shards_without_gradients(tokens) if sharded is None else sharded
         work = _step(model, tokens, num_pieces, captured=False, sharded=shards, num_sampled=complete)
         steps.append(AlikeSteps(work, tuple(seen_by_each)))
     return steps

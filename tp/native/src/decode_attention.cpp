@@ -250,7 +250,7 @@ void decode_attention(const Decode<T>& d, int threads) {
   const std::vector<Part> parts = parts_of(d, threads);
   std::vector<Softmax<T>> results;
   for (const Part& part : parts) results.emplace_back(part.heads(), d.head_dim);
-  in_parallel(parts.size(), std::min<int64_t>(threads, parts.size()), [&](int64_t first, int64_t last) {
+  in_parallel(parts.size(), threads, [&](int64_t first, int64_t last) {
     for (int64_t i = first; i < last; ++i) attend(d, parts[i], results[i]);
   });
   for (size_t first = 0, last; first < parts.size(); first = last) {  // consecutive parts of the same query heads

@@ -6,11 +6,12 @@
 
 namespace tp {
 
-// Calls work(first, last) for consecutive parts of [0, size), one a thread. The pool of threads is OpenMP's, which
-// torch uses too.
+// Calls work(first, last) for consecutive parts of [0, size), one a thread, on no more threads than there are elements.
+// The pool of threads is OpenMP's, which torch uses too.
 template <typename Work>
-void in_parallel(int64_t size, int threads, const Work& work) {
-  if (threads <= 1 || size < threads) {
+void in_parallel(int64_t size, int64_t most_threads, const Work& work) {
+  const int threads = static_cast<int>(std::min(size, most_threads));
+  if (threads <= 1) {
     work(0, size);
     return;
   }
