@@ -11,8 +11,10 @@ from pathlib import Path
 from unittest import mock
 
 import pytest
+import torch
 
 from benchmarks import gpu_check
+from benchmarks.gpu_parts import decoding
 from benchmarks.gpu_parts.machine import the_gpu
 from benchmarks.gpu_parts.record import Record, require
 
@@ -55,6 +57,17 @@ def test_a_failure_keeps_what_was_found_and_goes_no_further(tmp_path):
     first, second = map(json.loads, (tmp_path / "record").read_text().splitlines())
     assert (first["norm_ulps"], first["failure"]) == (9.0, "OutOfBoundsError: 9 is more than 8")
     assert gpu_check.line_of(second) == "ok      norms: second: milliseconds 0.5"
+
+
+def test_a_model_that_fails_does_not_stop_the_next(tmp_path, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "empty_cache", mock.Mock(side_effect=RuntimeError("CUDA error")))
+    monkeypatch.setattr(decoding, "copy_bandwidth", mock.Mock())
+    machine = the_gpu()
+    decoding.run(Record(tmp_path / "record", "decoding"), machine)
+    results = [json.loads(line) for line in (tmp_path / "record").read_text().splitlines()]
+    assert [result["name"] for result in results] == [f"{name} prefill of 512" for name in machine.models]
+    assert {result["failure"] for result in results} == {"RuntimeError: CUDA error"}
 
 
 def test_the_parts_fit_into_six_minutes():

@@ -31,17 +31,21 @@ def run(record: Record, machine: Machine) -> None:
     """A model after the other; tokens/s, and the bytes that a token must read against the copy bandwidth."""
     copied = copy_bandwidth(machine.device).median if machine.compiles else float("inf")
     for name, config in machine.models.items():
-        with record.attempt(f"{name} prefill of {machine.prefill}") as found:
-            model, cache = random_model(config, machine)
-            found["milliseconds"] = prefill_milliseconds(model, cache, machine)
-            found["tokens_per_s"] = machine.prefill / found["milliseconds"] * 1e3
-            for slot in range(max(machine.batches)):
-                model.next_token_logits(prompt_step(model, machine.prompt, slot), cache)
-        if "tokens_per_s" in found:
-            measure_decode(record, machine, name, model, cache, copied)
-            del model, cache
+        measure_model(record, machine, name, config, copied)
+
+
+def measure_model(record: Record, machine: Machine, name: str, config: ModelConfig, copied_per_second: float) -> None:
+    """Prefill, then decode after it; nothing of the model is held afterwards, whatever fails."""
+    with record.attempt(f"{name} prefill of {machine.prefill}") as found:
         if machine.compiles:
-            torch.cuda.empty_cache()
+            torch.cuda.empty_cache()  # what the model before had
+        model, cache = random_model(config, machine)
+        found["milliseconds"] = prefill_milliseconds(model, cache, machine)
+        found["tokens_per_s"] = machine.prefill / found["milliseconds"] * 1e3
+        for slot in range(max(machine.batches)):
+            model.next_token_logits(prompt_step(model, machine.prompt, slot), cache)
+    if "tokens_per_s" in found:
+        measure_decode(record, machine, name, model, cache, copied_per_second)
 
 
 def random_model(config: ModelConfig, machine: Machine) -> tuple[CausalLM, KVCache]:
