@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import warnings
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ import torch.distributed as dist
 
 from tp.errors import CommunicationError, RequestError
 from tp.parallel import CommunicationStatistics, TensorParallelGroup
-from tp.parallel.communicator import MOST_CUDA_EVENTS, ONE_SHOT_BYTES, sum_in_rank_order
+from tp.parallel.communicator import MOST_CUDA_EVENTS, ONE_SHOT_BYTES, NativeCommunicator, sum_in_rank_order
 
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64]
 
@@ -62,6 +63,23 @@ def assert_sum(actual, expected):
         torch.testing.assert_close(actual, expected)
     else:
         assert torch.equal(actual, expected)
+
+
+def _native_collectives(group):
+    """Of `NativeCommunicator` over whatever backend there is; a warning is an error."""
+    native, sizes = NativeCommunicator(group.process_group), [2, 0, 3]
+    rows = torch.arange(10.0, device=group.device).view(5, 2) * (group.rank + 1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        gathered = native.all_gather(rows[: sizes[group.rank]], sizes)
+        return gathered.tolist(), native.reduce_scatter(rows, sizes).tolist()
+
+
+def test_native_collectives_warn_of_nothing(ranks):
+    rows = torch.arange(10.0).view(5, 2)
+    expected = torch.cat([rows[:2], 3 * rows[:3]]).tolist()
+    scattered = [part.tolist() for part in (6 * rows).split([2, 0, 3])]
+    assert ranks(3).run(_native_collectives) == [(expected, part) for part in scattered]
 
 
 def test_sums_accumulate_in_float32_and_round_once():

@@ -28,6 +28,10 @@ ONE_SHOT_BYTES = 64 * 1024
 MOST_CUDA_EVENTS = 4096
 """Pairs of events that wait to be summed up; the older half of so many has long ended."""
 
+# As torch 2.13 calls them, where the names that older ones know warn every user.
+_all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
 
 class CommunicationStatistics:
     """What a communicator has done since the last `reset`.
@@ -296,7 +300,7 @@ class NativeCommunicator(ProcessGroupCommunicator):
         longest = max(sizes)
         padded = pad_rows(tensor, longest)
         gathered = padded.new_empty((self.size * longest, *tensor.shape[1:]))
-        dist.all_gather_into_tensor(gathered, padded, group=self.process_group)
+        _all_gather_single(gathered, padded, group=self.process_group)
         if min(sizes) == longest:
             return gathered
         return torch.cat([block[:rows] for block, rows in zip(gathered.split(longest), sizes, strict=True)])
@@ -308,7 +312,7 @@ class NativeCommunicator(ProcessGroupCommunicator):
         else:
             padded = torch.cat([pad_rows(block, longest) for block in tensor.split(list(sizes))])
         reduced = padded.new_empty((longest, *tensor.shape[1:]))
-        dist.reduce_scatter_tensor(reduced, padded, group=self.process_group)
+        _reduce_scatter_single(reduced, padded, group=self.process_group)
         return reduced[: sizes[self.rank]]
 
 
