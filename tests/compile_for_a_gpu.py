@@ -1,6 +1,6 @@
 """A program: compiles the Triton kernels to machine code of a GPU (sm_90) on a machine that has none, and runs nothing.
 
-Prints a line for each kernel: its name, and the bytes of its code.
+Prints a line for each kernel: its name, and the bytes of its code and of the shared memory of a program.
 """
 
 from __future__ import annotations
@@ -44,7 +44,8 @@ def install() -> None:
 
     def compile_only(self: Any, *arguments: Any, grid: Any, warmup: bool, **options: Any) -> Any:
         compiled = run(self, *arguments, grid=grid, warmup=True, **options)
-        print(self.fn.__module__.rpartition(".")[2], self.fn.__name__, len(compiled.asm["cubin"]))
+        code, shared = len(compiled.asm["cubin"]), compiled.metadata.shared
+        print(self.fn.__module__.rpartition(".")[2], self.fn.__name__, code, shared)
         return compiled
 
     driver.set_active(AbsentGpu())
@@ -82,16 +83,26 @@ def others() -> None:
     silu_and_mul.silu_and_mul_backward(gate_up[:, :WIDTH], gate_up)
     q, k, cos = random(ROWS, 14, 64), random(ROWS, 2, 64), random(ROWS, 1, 64)
     rotary.rotate(q, k, cos, cos)
-    cache, indices = random(ROWS, 2, 128, 64), torch.arange(ROWS)
-    groups = QueryGroups.of_runs(uniform_runs(14, 2, 1, 0), "cpu")
-    attend_to_cache(q, cache, cache, indices, indices, groups.bounds, max(groups.sizes), None)
-    logits, ones = random(ROWS, 5000), torch.ones(ROWS)
-    cross_entropy.shard_statistics(logits, indices, 4999)
-    cross_entropy.shard_gradient(logits, indices, 4999, ones, ones, ones.bool(), 1.0, 0.0)
+    logits, labels, ones = random(ROWS, 5000), torch.arange(ROWS), torch.ones(ROWS)
+    cross_entropy.shard_statistics(logits, labels, 4999)
+    cross_entropy.shard_gradient(logits, labels, 4999, ones, ones, ones.bool(), 1.0, 0.0)
+
+
+def attention() -> None:
+    """What needs most shared memory in each dtype: wide heads, and many for each KV head."""
+    indices = torch.arange(ROWS)
+    for dtype, heads, head_dim in (
+        (DTYPE, 14, 64), (DTYPE, 64, 256), (DTYPE, 128, 256), (torch.float32, 14, 128), (torch.float32, 128, 128),
+        (torch.float32, 64, 256),
+    ):  # fmt: skip
+        groups = QueryGroups.of_runs(uniform_runs(heads, 2, 1, 0), "cpu")
+        q, cache = random(ROWS, heads, head_dim).to(dtype), random(ROWS, 2, 128, head_dim).to(dtype)
+        attend_to_cache(q, cache, cache, indices, indices, groups.bounds, max(groups.sizes), None)
 
 
 if __name__ == "__main__":
     install()
     norms()
     int8_linears()
+    attention()
     others()

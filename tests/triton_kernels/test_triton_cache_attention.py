@@ -51,10 +51,17 @@ def test_attention_is_the_plain_one(device, dtype, window):
     assert torch.count_nonzero(result[1]) == 0
 
 
-@pytest.mark.parametrize("head_dim, split", [(2, (21, 3, 2, 1)), (128, (6, 6, 1, 0)), (256, (19, 1, 1, 0))], ids=str)
+@pytest.mark.parametrize(
+    "head_dim, split",
+    [(2, (21, 3, 2, 1)), (20, (40, 1, 1, 0)), (128, (6, 6, 1, 0)), (256, (19, 1, 1, 0))],
+    ids=str,
+)
 def test_attention_of_other_shapes(device, head_dim, split):
-    case = _case(device, torch.float32, head_dim, (130,), (3,), split)
-    torch.testing.assert_close(cache_attention(*case), plain_cache_attention(*case), rtol=1e-5, atol=1e-6)
+    """Against float64: the plain form in float32 is no nearer to it."""
+    q, key, value, *where = _case(device, torch.float32, head_dim, (130,), (3,), split)
+    exact = plain_cache_attention(q.double(), key.double(), value.double(), *where)
+    result = cache_attention(q, key, value, *where)
+    assert (result - exact).abs().max() <= TOLERANCE[torch.float32] * exact.abs().max()
 
 
 def test_splits_of_several_blocks_and_32_bit_indices(device, monkeypatch):

@@ -19,6 +19,11 @@ from tp.parallel.partition import ceil_div
 _MAX_SPLITS = 64
 _MIN_QUERIES = 16
 """Rows of the smallest matrix product that the hardware has."""
+_BLOCK_BYTES = 16 * 1024
+"""Of a block of keys, or of values: so a program needs at most 99 KiB of shared memory, the least that GPUs with
+bfloat16 have, where a KV head serves up to 64 query heads (in float32 with d > 128 up to 32)."""
+_MOST_QUERIES_STAGED = 32
+"""With more, two blocks of keys and values are on their way at a time, and not three."""
 _LOWEST: tl.constexpr = tl.constexpr(torch.finfo(torch.float32).min)
 
 
@@ -44,7 +49,8 @@ def attend_to_cache(
     capacity = key.shape[2]
     visible = capacity if window is None else min(window, capacity)
     block_d = max(16, next_power_of_two(head_dim))
-    block_t = 64 if block_d <= 128 else 32
+    group = max(_MIN_QUERIES, next_power_of_two(largest_group))
+    block_t = min(64, _BLOCK_BYTES // (block_d * key.element_size()))
     split_size = block_t * max(1, ceil_div(visible, block_t * _MAX_SPLITS))
     splits = ceil_div(visible, split_size)
     output = torch.empty(q.shape, dtype=q.dtype, device=q.device)
@@ -57,8 +63,8 @@ def attend_to_cache(
                     q, key, value, slots, lengths, query_bounds, sums, statistics[0], statistics[1],
                     q.stride(0), q.stride(1), *key.stride()[:3], *value.stride()[:3],
                     math.log2(math.e) / math.sqrt(head_dim), visible, split_size, heads, splits, head_dim,
-                    GROUP=max(_MIN_QUERIES, next_power_of_two(largest_group)), BLOCK_T=block_t, BLOCK_D=block_d,
-                    **JOINT_ROUNDINGS,
+                    GROUP=group, BLOCK_T=block_t, BLOCK_D=block_d,
+                    num_stages=3 if group <= _MOST_QUERIES_STAGED else 2, **JOINT_ROUNDINGS,
                 )  # fmt: skip
             _combine_kernel[(batch, heads)](
                 sums, statistics[0], statistics[1], lengths, output, visible, split_size, splits, head_dim,
