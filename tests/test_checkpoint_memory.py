@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from checkpoint_samples import make_config, on_ranks
 
 from tp.checkpoint import MemoryBudget, check_fits, weight_bytes
 from tp.checkpoint.free_memory import free_host_memory, free_memory
+from tp.checkpoint.hosts import this_host
 from tp.errors import CapacityError
 from tp.layers.kv_cache import KVCache
 from tp.models import CausalLM
@@ -93,6 +95,20 @@ def test_free_memory_is_shared_by_the_ranks_of_a_machine() -> None:
     assert alone > 2**20
     for share in shares:
         assert share == pytest.approx(alone / 4, rel=0.3)
+
+
+@pytest.mark.parametrize("others, share", [(["GPU-2", "GPU-1"], 500), (["GPU-2", "GPU-3"], 1000)])
+def test_the_free_memory_of_a_gpu_is_shared_by_the_ranks_on_it(
+    monkeypatch: pytest.MonkeyPatch, others: list[str], share: int
+) -> None:
+    """Each rank may see one GPU alone: all call theirs the first."""
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: mock.Mock(uuid="GPU-1"))
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (1000, 2000))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 70)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 30)
+    group = mock.Mock(device=torch.device("cuda", 0))
+    group.communicator.all_gather_object = lambda own: [own, *((this_host(), gpu) for gpu in others)]
+    assert free_memory(group) == share + 40
 
 
 def write(root: Path, **files: str) -> None:

@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import warnings
+from unittest import mock
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ import torch.distributed as dist
 
 from tp.errors import CommunicationError, RequestError
 from tp.parallel import CommunicationStatistics, TensorParallelGroup
+from tp.parallel import group as group_module
 from tp.parallel.communicator import MOST_CUDA_EVENTS, ONE_SHOT_BYTES, NativeCommunicator, sum_in_rank_order
 
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64]
@@ -218,8 +220,36 @@ def test_more_ranks_than_gpus_is_refused_before_nccl_starts(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     with pytest.raises(CommunicationError, match="2 ranks on this host but 1 GPUs"):
         TensorParallelGroup.from_environment(backend="nccl", device="cuda")
+
+
+def _gpus_compared(group, case, gpus):
+    store = dist.PrefixStore(case, dist.distributed_c10d._get_default_store())
+    try:
+        group_module._check_gpus(store, group.rank, group.size, gpus[group.rank])
+    except CommunicationError as error:
+        return str(error)
+
+
+def test_ranks_on_one_gpu_are_refused_on_all_ranks(ranks):
+    assert ranks(3).run(_gpus_compared, "each its own", ["GPU-1", "GPU-2", "GPU-3"]) == [None] * 3
+    messages = ranks(3).run(_gpus_compared, "two share one", ["GPU-1", "GPU-2", "GPU-1"])
+    assert len(set(messages)) == 1
+    assert messages[0].startswith("ranks 0, 2 are all on GPU GPU-1: NCCL takes one rank a GPU; ")
+
+
+def test_a_rank_that_sees_one_gpu_alone_may_have_another_than_its_neighbours(monkeypatch):
+    bound = mock.Mock()
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "set_device", bound)
+    monkeypatch.setattr(dist, "is_nccl_available", lambda: True)
+    for name, value in {"LOCAL_WORLD_SIZE": "4", "LOCAL_RANK": "3", "CUDA_VISIBLE_DEVICES": "3"}.items():
+        monkeypatch.setenv(name, value)
+    assert group_module._bind_device("cuda", "nccl") == torch.device("cuda", 0)
+    bound.assert_called_once_with(torch.device("cuda", 0))
 
 
 def test_the_device_is_bound_before_the_process_group_is_made(monkeypatch):
@@ -236,5 +266,10 @@ def test_the_device_is_bound_before_the_process_group_is_made(monkeypatch):
     monkeypatch.setattr(type(dist.group), "WORLD", property(lambda cls: object()))
     for name, value in {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "LOCAL_RANK": "1"}.items():
         monkeypatch.setenv(name, value)
+    monkeypatch.setattr(dist.distributed_c10d, "_get_default_store", lambda: None)
+    monkeypatch.setattr(dist, "get_rank", lambda: 1)
+    monkeypatch.setattr(dist, "get_world_size", lambda: 2)
+    monkeypatch.setattr(group_module, "gpu_id", str)
+    monkeypatch.setattr(group_module, "_check_gpus", lambda *arguments: order.append(("check", *arguments)))
     TensorParallelGroup.from_environment()
-    assert order == [("set_device", "cuda:1"), ("init", "nccl")]
+    assert order == [("set_device", "cuda:1"), ("init", "nccl"), ("check", None, 1, 2, "cuda:1")]

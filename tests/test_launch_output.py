@@ -172,6 +172,7 @@ def test_more_ranks_than_gpus_are_refused_before_nccl_is_asked(monkeypatch: pyte
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(torch.distributed, "init_process_group", lambda *a, **k: pytest.fail("group made"))
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     for name, value in {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}.items():
         monkeypatch.setenv(name, value)
     with pytest.raises(CommunicationError, match="^2 ranks on this host but 1 GPUs: .*--backend gloo"):

@@ -116,7 +116,7 @@ def test_two_ranks_read_everything_in_one_shot_and_more_only_what_is_small():
     ],
 )
 def test_what_a_rank_refuses_for(monkeypatch, hosts, off, reachable, refusal):
-    monkeypatch.setattr(symmetric_memory, "_gpu_id", lambda index: f"gpu {index}")
+    monkeypatch.setattr(symmetric_memory, "gpu_id", lambda index: f"gpu {index}")
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda *_: reachable)
     places = [symmetric_memory._Place(host, f"gpu {index}", off) for index, host in enumerate(hosts)]

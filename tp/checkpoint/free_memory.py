@@ -9,8 +9,8 @@ from pathlib import Path
 
 import torch
 
-from tp.checkpoint.hosts import this_host
 from tp.parallel.group import TensorParallelGroup
+from tp.parallel.hosts import gpu_id, this_host
 
 
 def free_memory(group: TensorParallelGroup) -> int:
@@ -18,9 +18,10 @@ def free_memory(group: TensorParallelGroup) -> int:
 
     Ranks on one machine (or on one GPU) share evenly. To be asked before any of them allocates.
     """
-    place = (this_host(), str(group.device))
+    on_gpu = group.device.type == "cuda"
+    place = (this_host(), gpu_id(group.device) if on_gpu else "")
     sharers = group.communicator.all_gather_object(place).count(place)
-    if group.device.type == "cuda":
+    if on_gpu:
         # torch keeps what earlier tensors took, and gives it again
         kept = torch.cuda.memory_reserved(group.device) - torch.cuda.memory_allocated(group.device)
         return int(torch.cuda.mem_get_info(group.device)[0]) // sharers + kept

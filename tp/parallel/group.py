@@ -23,6 +23,7 @@ from tp.parallel.communicator import (
     OrderedCommunicator,
     gather_objects,
 )
+from tp.parallel.hosts import gpu_id, this_host
 from tp.parallel.shared_memory import host_or_gloo
 from tp.parallel.symmetric_memory import symmetric_or_nccl
 
@@ -125,8 +126,8 @@ class TensorParallelGroup:
             timeout_s: seconds that a collective waits for a peer.
 
         Raises:
-            CommunicationError: NCCL asked for with fewer GPUs than local ranks, or without CUDA, or of a torch without
-                NCCL; variables that are missing or make no sense.
+            CommunicationError: NCCL asked for with fewer GPUs than local ranks, or with two ranks on one, or without
+                CUDA, or of a torch without NCCL; variables that are missing or make no sense.
             RequestError: as the class.
         """
         disabled()  # is asked before ranks wait for one another
@@ -140,6 +141,9 @@ class TensorParallelGroup:
             if makes_world:
                 _check_interfaces(backend)
                 dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s))
+                if backend == "nccl":
+                    store = dist.distributed_c10d._get_default_store()
+                    _check_gpus(store, dist.get_rank(), dist.get_world_size(), gpu_id(bound))
         except ValueError as error:
             raise CommunicationError(
                 f"the launcher's variables (RANK, WORLD_SIZE, MASTER_ADDR, ...) are not complete: {first_line(error)}; "
@@ -204,6 +208,21 @@ def _check_interfaces(backend: str) -> None:
         )
 
 
+def _check_gpus(store: dist.distributed_c10d.Store, rank: int, size: int, gpu: str) -> None:
+    """Refuses two ranks on one GPU, on all ranks; of NCCL some would hear "Duplicate GPU", and the others nothing."""
+    keys = [f"GPU of rank {peer}" for peer in range(size)]
+    store.set(keys[rank], f"{gpu} of {this_host()}")
+    of_gpus: dict[bytes, list[int]] = {}
+    for peer, place in enumerate(store.multi_get(keys)):
+        of_gpus.setdefault(place, []).append(peer)
+    for place, ranks in of_gpus.items():
+        if len(ranks) > 1:
+            raise CommunicationError(
+                f"ranks {', '.join(map(str, ranks))} are all on GPU {place.decode().split()[0]}: NCCL takes one rank a "
+                "GPU; let each see one of its own (CUDA_VISIBLE_DEVICES), or use --backend gloo to share GPUs"
+            )
+
+
 def _bind_device(device_type: str, backend: str) -> torch.device:
     """Chooses and sets this rank's device before any collective is made."""
     if device_type == "cpu":
@@ -215,7 +234,8 @@ def _bind_device(device_type: str, backend: str) -> torch.device:
     devices = torch.cuda.device_count()
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", os.environ.get("WORLD_SIZE", "1")))
-    if backend == "nccl" and local_world_size > devices:
+    one_for_each = devices == 1 and "CUDA_VISIBLE_DEVICES" in os.environ  # perhaps another: `_check_gpus` will tell
+    if backend == "nccl" and local_world_size > devices and not one_for_each:
         raise CommunicationError(
             f"{local_world_size} ranks on this host but {devices} GPUs: NCCL takes one rank a GPU; "
             "use fewer ranks, or --backend gloo to share GPUs"

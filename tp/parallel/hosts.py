@@ -1,4 +1,4 @@
-"""Which machine a process runs on, and which of its cores."""
+"""Which machine a process runs on, which of its cores, and on which GPU."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import functools
 import os
 import socket
 from pathlib import Path
+
+import torch
 
 
 @functools.cache  # stays true where files can no longer be opened
@@ -23,3 +25,8 @@ def own_cores() -> frozenset[int]:
     if hasattr(os, "sched_getaffinity"):
         return frozenset(os.sched_getaffinity(0))
     return frozenset(range(os.cpu_count() or 1))
+
+
+def gpu_id(device: torch.device | int) -> str:
+    """What tells a GPU from all others: two processes may each see another one as their first."""
+    return str(torch.cuda.get_device_properties(device).uuid)

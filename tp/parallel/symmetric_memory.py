@@ -19,7 +19,7 @@ from tp.choice import enabled, warn_once
 from tp.errors import first_line
 from tp.parallel.agreement import first_refusal
 from tp.parallel.communicator import NativeCommunicator, is_being_captured, pad_rows, sum_in_rank_order
-from tp.parallel.hosts import this_host
+from tp.parallel.hosts import gpu_id, this_host
 from tp.parallel.partition import chunk_ranges
 from tp.parallel.timeouts import timeout_of
 
@@ -253,18 +253,14 @@ class _Place(NamedTuple):
 
     @classmethod
     def of(cls, device: torch.device) -> _Place:
-        return cls(this_host(), _gpu_id(device.index or 0), not enabled(NAME))
-
-
-def _gpu_id(index: int) -> str:
-    return str(torch.cuda.get_device_properties(index).uuid)
+        return cls(this_host(), gpu_id(device), not enabled(NAME))
 
 
 def _refusal(places: Sequence[_Place], rank: int, device: torch.device) -> str | None:
     """Why this rank cannot read the others' memory; "" where nobody need be told; None if it can."""
     if any(place.switched_off for place in places) or len({place.host for place in places}) > 1:
         return ""
-    visible = {_gpu_id(index): index for index in range(torch.cuda.device_count())}
+    visible = {gpu_id(index): index for index in range(torch.cuda.device_count())}
     for peer, place in enumerate(places):
         index = visible.get(place.gpu)
         if index is None:
