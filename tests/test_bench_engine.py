@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from dataclasses import replace
+from datetime import timedelta
 from types import SimpleNamespace
 
 import pytest
@@ -14,6 +15,7 @@ from tiny_models import hub_config
 from launch.benching.rows import Measured, Sample, rows_of
 from launch.benching.sweep import Case, Form
 from launch.benching.table import tables
+from launch.measurement.engine import ranks as ranks_module
 from launch.measurement.engine.communication import Reading, of_all_ranks
 from launch.measurement.engine.model import load_model
 from launch.measurement.engine.rates import Rates
@@ -29,6 +31,7 @@ from tp.config import ModelConfig
 from tp.layers.residual_stream import ResidualStream
 from tp.parallel import TensorParallelGroup
 from tp.parallel.communicator import Communicator
+from tp.parallel.timeouts import timeout_of
 
 COLLECTIVE_S = 0.005
 COMPUTE_S = 0.04
@@ -247,3 +250,21 @@ def test_what_was_switched_off_before_stays_so(monkeypatch):
         assert enabled("decode_graphs") and not enabled("rms_norm")
     finally:
         disable("")
+
+
+def _request_of_ranks_on_gpus(group):
+    """What is shared, the backend, and how long a rank waits for it."""
+    on_gpus = SimpleNamespace(size=group.size, device=torch.device("cuda", 0))
+    waiting = ranks_module._on_the_cpu(on_gpus)
+    shared = ranks_module._shared(waiting, "a request" if group.rank == 0 else None)
+    return shared, torch.distributed.get_backend(waiting.process_group), timeout_of(waiting.process_group)
+
+
+def test_ranks_on_gpus_wait_for_requests_over_gloo(ranks):
+    expected = "a request", "gloo", timedelta(seconds=ranks_module.PATIENCE_S)
+    assert ranks(4).run(_request_of_ranks_on_gpus) == [expected] * 4
+
+
+def test_ranks_on_cpus_wait_in_their_own_group():
+    group = TensorParallelGroup.alone()
+    assert ranks_module._on_the_cpu(group) is group

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from argparse import Namespace
 from collections.abc import Callable
+from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 from launch.measurement.serving import Line, serve_lines
@@ -30,30 +31,47 @@ def serve_on_ranks(
     line = Line()
     device, backend = (None if value == "auto" else value for value in (arguments.device, arguments.backend))
     group = TensorParallelGroup.from_environment(backend, device, timeout_s=PATIENCE_S)
+    waiting = _on_the_cpu(group)
     if group.rank == 0:
-        serve_lines(line, lambda: _loaded(arguments, group, load))
-        _shared(group, None)
+        serve_lines(line, lambda: _loaded(arguments, group, waiting, load))
+        _shared(waiting, None)
     else:
         carry_out = load(arguments, group)
-        while (text := _shared(group, None)) is not None:
+        while (text := _shared(waiting, None)) is not None:
             carry_out(text)
+    waiting.close()
     group.close()
 
 
+def _on_the_cpu(group: TensorParallelGroup) -> TensorParallelGroup:
+    """The same ranks, which do not keep their GPUs busy while they wait, as they would in NCCL."""
+    import torch.distributed as dist
+
+    from tp.parallel.group import TensorParallelGroup
+
+    if group.size == 1 or group.device.type == "cpu":
+        return group
+    over_gloo = dist.new_group(backend="gloo", timeout=timedelta(seconds=PATIENCE_S))
+    return TensorParallelGroup.from_process_group(over_gloo, "cpu")
+
+
 def _loaded(
-    arguments: Namespace, group: TensorParallelGroup, load: Callable[[Namespace, TensorParallelGroup], Any]
+    arguments: Namespace,
+    group: TensorParallelGroup,
+    waiting: TensorParallelGroup,
+    load: Callable[[Namespace, TensorParallelGroup], Any],
 ) -> tuple[Callable[[str], Any], dict[str, Any]]:
     import torch
 
     carry_out = load(arguments, group)
 
     def answer(text: str) -> Any:
-        return carry_out(_shared(group, text))
+        return carry_out(_shared(waiting, text))
 
     return answer, {"ranks": group.size, "threads": torch.get_num_threads(), "pid": os.getpid()}
 
 
-def _shared(group: TensorParallelGroup, text: str | None) -> str | None:
+def _shared(waiting: TensorParallelGroup, text: str | None) -> str | None:
     """Rank 0's request, on every rank; None: there is no other."""
-    shared: str | None = group.communicator.all_gather_object(text)[0]
+    shared: str | None = waiting.communicator.all_gather_object(text)[0]
     return shared
