@@ -13,6 +13,7 @@ from pool import RankPool
 
 from tp.errors import CapacityError, RankFailedError, RequestError, TensorParallelError
 from tp.generation import GenerationOptions, LanguageModel, SamplingParameters, TokenEvent
+from tp.generation.cache_plan import Room
 from tp.parallel import TensorParallelGroup
 
 LIMIT_S = 20.0
@@ -372,11 +373,18 @@ def test_a_model_refuses_sizes_out_of_range(options: dict[str, Any]) -> None:
 # --- memory ---
 
 
+def _memory_for(model: LanguageModel, prompts: list[int], tokens: int, needed: int) -> int:
+    """Bytes of a cache of so many tokens, and of steps beside it; each slot has its share of those."""
+    room = Room.of(model, 0)
+    return tokens * room.cached_token - room.for_cache(sum(prompts), needed, len(prompts))
+
+
 def _with_free_memory(group: TensorParallelGroup, tokens: list[int], prompts: list[int]) -> tuple[Any, ...]:
     """Each rank finds memory for another number of tokens."""
     model = tiny_model(group, max_context=120)
     bytes_per_token = 2 * 2 * 8 * 4  # k and v of one KV head in two layers, float32
-    with mock.patch("tp.generation.request.free_memory", lambda group: tokens[group.rank] * bytes_per_token):
+    free = _memory_for(model, prompts, tokens[group.rank], max(prompts) + 100)
+    with mock.patch("tp.generation.request.free_memory", return_value=free):
         result = model.generate([[7] * length for length in prompts], GenerationOptions(100))
     return result.kv_bytes // bytes_per_token, [len(sequence.new_ids) for sequence in result.sequences]
 
@@ -401,7 +409,8 @@ def _waves_for_want_of_memory(group: TensorParallelGroup) -> tuple[Any, ...]:
     model = tiny_model(group)
     expected = works_as_new(model)
     bytes_per_token = 2 * 2 * 8 * 4
-    with mock.patch("tp.generation.request.free_memory", return_value=19 * bytes_per_token):
+    free = _memory_for(model, [len(prompt) for prompt in FRESH], 19, 9)
+    with mock.patch("tp.generation.request.free_memory", return_value=free):
         result = model.generate(FRESH, GenerationOptions(6))
     return result.kv_bytes // bytes_per_token, summary(result) == expected
 

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from unittest import mock
+
 import pytest
+import torch
+from generation_models import tiny_model
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from pool import RankPool
 
-from tp.generation.cache_plan import plan_cache
+from tp.generation.cache_plan import Room, plan_cache
 from tp.generation.decisions import Cancelled, Decision, Failed, NewTokens, NotFinite, from_bytes, share, to_bytes
 from tp.generation.results import TokenEvent
 from tp.generation.scheduler import Scheduler, SequenceState, step_of
@@ -87,7 +91,32 @@ def test_the_whole_prompt_is_known_while_a_chunk_of_it_runs() -> None:
     [(400, (4, 100)), (399, (4, 99)), (80, (4, 20)), (79, (3, 20)), (20, (1, 20))],
 )
 def test_a_cache_that_does_not_fit_shrinks_to_what_is_needed(tokens: int, expected: tuple[int, int]) -> None:
-    assert plan_cache(tokens, num_slots=4, capacity=100, needed=20) == expected
+    rooms = [Room(free, 1, 0, 0, 0) for free in (10**6, tokens)]
+    assert plan_cache(rooms, num_slots=4, capacity=100, needed=20, step_tokens=7) == expected
+
+
+@pytest.mark.parametrize(
+    "free, expected",
+    [
+        (7 * (30 + 20 * 2) + 7 * 5 + 4 * (100 * 10 + 35), (4, 100)),
+        (7 * (30 + 20 * 2) + 7 * 5 + 4 * (100 * 10 + 35) - 1, (4, 99)),
+        (7 * (30 + 20 * 2) + 7 * 5 + 4 * (20 * 10 + 35) - 1, (3, 20)),
+        (7 * (30 + 20 * 2) + 7 * 5 + 20 * 10 + 35, (1, 20)),
+        (7 * (30 + 20 * 2) + 7 * 5 + 20 * 10 + 34, (0, 20)),
+        (5, (0, 20)),
+    ],
+)
+def test_a_cache_leaves_room_for_steps(free: int, expected: tuple[int, int]) -> None:
+    """Of 7 tokens of prompts, and of one token of each slot."""
+    room = Room(free, cached_token=10, step_token=30, seen_token=2, logits_row=5)
+    assert plan_cache([room], num_slots=4, capacity=100, needed=20, step_tokens=7) == expected
+
+
+@pytest.mark.parametrize("device, free", [("cpu", 3200), ("cuda", 3100)])
+def test_on_a_gpu_a_part_of_the_memory_is_left(device: str, free: int) -> None:
+    model = tiny_model(TensorParallelGroup.alone())
+    model.group = mock.Mock(rank=0, size=1, device=torch.device(device))
+    assert Room.of(model, 3200).free == free
 
 
 def test_a_decision_survives_its_journey() -> None:

@@ -12,6 +12,7 @@ import torch
 from allocation import most_allocated
 
 from benchmarks.activation_memory import CONFIG
+from tp.generation.cache_plan import Room
 from tp.kernels import upcast_matmul
 from tp.layers import KVCache, Replicate, SequenceSlice, ShardTokens, Step
 from tp.models import CausalLM, initialise_parameters
@@ -58,6 +59,25 @@ def test_a_prefill_holds_what_is_derived_within_ten_percent(ranks, t):
     for rank in ranks(t).run(peaks, torch.float32):
         for case, (measured, derived) in rank.items():
             assert measured == pytest.approx(derived, rel=0.1), case
+
+
+def room_and_derived(group):
+    """What a request leaves for each shape's prefill, and what is derived for it, in the layout that takes more."""
+    found = {}
+    for name, shape in SHAPES.items():
+        config = replace(CONFIG, **shape, num_layers=2, sliding_windows=())
+        planned = rank_models(config, Precision.of("bfloat16"), group.size)[group.rank]
+        room = Room.of(CausalLM(config, group, dtype=torch.bfloat16, device="meta"), 0)
+        derived = max(step_activations(planned, TOKENS, 2, sharded=sharded) for sharded in (False, group.size > 1))
+        found[name] = -room.beside_prompts(TOKENS, TOKENS), derived
+    return found
+
+
+@pytest.mark.parametrize("t", [1, 2, 3, 5])
+def test_a_request_leaves_room_for_what_is_derived(ranks, t):
+    for rank in ranks(t).run(room_and_derived):
+        for case, (left, derived) in rank.items():
+            assert 1.1 * derived < left < 3 * derived, case
 
 
 def peaks_in_bfloat16(group):

@@ -11,7 +11,7 @@ from tp.checkpoint.free_memory import free_memory
 from tp.checkpoint.memory import check_fits
 from tp.checkpoint.tokenizer import as_checkpoint_error
 from tp.errors import RankFailedError, RequestError, TensorParallelError
-from tp.generation.cache_plan import plan_cache, tokens_that_fit
+from tp.generation.cache_plan import Room, plan_cache
 from tp.generation.options import GenerationOptions
 from tp.generation.text_model import TextModel
 from tp.models.description import statement_of_model
@@ -62,15 +62,17 @@ def share_request(model: TextModel, make: Callable[[], Request], asked: Statemen
             own = make()
         except Exception as error:  # whatever it is, the other ranks wait below for what became of the request
             own = error
-    free_bytes = free_memory(model.group)
+    room = Room.of(model, free_memory(model.group))
     statement = {**statement_of_model(model), **asked}
-    shared = model.group.communicator.all_gather_object((statement, _sendable(own), tokens_that_fit(model, free_bytes)))
+    shared = model.group.communicator.all_gather_object((statement, _sendable(own), room))
     compare(model.group.communicator.global_ranks, [of_rank for of_rank, _, _ in shared])
     request: Request | Exception = own or shared[0][1]
     if isinstance(request, Exception):
         raise request
-    tokens = min(tokens for _, _, tokens in shared)
-    if tokens < request.needed:
+    step_tokens = min(request.options.prefill_chunk, sum(map(len, request.prompts)))
+    rooms = [of_rank for _, _, of_rank in shared]
+    num_slots, capacity = plan_cache(rooms, request.num_slots, request.capacity, request.needed, step_tokens)
+    if not num_slots:
         check_fits(
             model.config,
             model.group,
@@ -78,9 +80,8 @@ def share_request(model: TextModel, make: Callable[[], Request], asked: Statemen
             num_slots=1,
             capacity=request.needed,
             dtype=model.dtype,
-            free_bytes=free_bytes,
+            free_bytes=max(0, room.for_cache(step_tokens, request.needed, 1)),
         )
-    num_slots, capacity = plan_cache(tokens, request.num_slots, request.capacity, request.needed)
     return replace(request, num_slots=num_slots, capacity=capacity)
 
 
