@@ -6,7 +6,11 @@ replay copies a new result into the old tensors.
 
 from __future__ import annotations
 
+import mmap
 import warnings
+import weakref
+from collections.abc import Callable
+from itertools import islice
 from typing import Any
 from unittest import mock
 
@@ -14,6 +18,7 @@ import pytest
 import torch
 from generation_models import VOCAB_SIZE, tiny_model
 from pool import RankPool
+from torch import Tensor, nn
 
 from tp import choice
 from tp.errors import CapacityError, CommunicationError
@@ -248,33 +253,58 @@ def test_a_capture_refused_on_one_rank_is_refused_on_all(ranks: RankPool) -> Non
         assert len(messages) == 1 and "it cannot" in messages[0]
 
 
-def ids_with_weights_replaced(group: TensorParallelGroup) -> list[int]:
-    """4 tokens, then those of other weights, which are put there as int8 weights are."""
+def put_other_parameters(model: nn.Module, weights: list[Tensor]) -> None:
+    """As int8 weights are put there."""
+    left = iter(weights)
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            setattr(module, name, None if parameter is None else nn.Parameter(next(left)))
+
+
+def put_other_data(model: nn.Module, weights: list[Tensor]) -> None:
+    """As `Module.to` and `Module.float` do, under the same parameters."""
+    for parameter, weight in zip(model.parameters(), weights, strict=True):
+        parameter.data = weight
+
+
+def put_a_vector(model: nn.Module, weights: list[Tensor]) -> None:
+    nn.utils.vector_to_parameters(nn.utils.parameters_to_vector(weights), model.parameters())
+
+
+WAYS = [put_other_parameters, put_other_data, put_a_vector]
+Put = Callable[[nn.Module, list[Tensor]], None]
+
+
+def copies(model: nn.Module) -> list[Tensor]:
+    return [parameter.detach().clone() for parameter in model.parameters()]
+
+
+def ids_with_weights_replaced(group: TensorParallelGroup, put: Put) -> list[int]:
+    """4 tokens, then those of other weights."""
     model, other = tiny_model(group), tiny_model(group)
     initialise_parameters(other, seed=1, std=0.4)
     stream = model.generate_stream([[5, 9, 2]], GenerationOptions(12, ignore_eos=True))
     ids = [next(stream).token_id for _ in range(4)]
-    for module, replacement in zip(model.modules(), other.modules(), strict=True):
-        for name, parameter in replacement._parameters.items():
-            setattr(module, name, parameter)
+    put(model, copies(other))
     return ids + [event.token_id for event in stream]
 
 
-def with_and_without(group: TensorParallelGroup) -> tuple[list[int], list[int]]:
+def with_and_without(group: TensorParallelGroup, put: Put) -> tuple[list[int], list[int]]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        replayed = ids_with_weights_replaced(group)
+        replayed = ids_with_weights_replaced(group, put)
         with mock.patch.object(choice, "_disabled", frozenset(["decode_graphs"])):
-            return replayed, ids_with_weights_replaced(group)
+            return replayed, ids_with_weights_replaced(group, put)
 
 
+@pytest.mark.parametrize("put", WAYS)
 @pytest.mark.parametrize("t", [1, 2])
-def test_weights_that_are_replaced_meanwhile_are_used(ranks: RankPool, t: int) -> None:
-    for replayed, plain in ranks(t).run(with_and_without):
+def test_weights_that_are_replaced_meanwhile_are_used(ranks: RankPool, t: int, put: Put) -> None:
+    for replayed, plain in ranks(t).run(with_and_without, put):
         assert replayed == plain
 
 
-def with_weights_replaced_on_one_rank(group: TensorParallelGroup) -> tuple[bool, list[str]]:
+def with_weights_replaced_on_one_rank(group: TensorParallelGroup, put: Put) -> tuple[bool, list[str]]:
     """Rank 0 gets copies of its weights before a new batch size.
 
     Whether all logits are those of plain steps, and nothing is kept that was captured.
@@ -288,19 +318,55 @@ def with_weights_replaced_on_one_rank(group: TensorParallelGroup) -> tuple[bool,
         warnings.simplefilter("always")
         for number, size in enumerate((2, 2, 2, 1, 1)):
             if number == 2 and group.rank == 0:
-                for module in model.modules():
-                    for name, parameter in module._parameters.items():
-                        setattr(module, name, None if parameter is None else torch.nn.Parameter(parameter.clone()))
+                put(model, copies(model))
             step = Step(torch.arange(size), tuple(SequenceSlice(1, number, slot) for slot in range(size)))
             ours = graphs.next_token_logits(step).local.clone()
             right = right and torch.equal(ours, model.next_token_logits(step, caches[1]).local)
     return right and not graphs._captured, [str(warning.message) for warning in caught]
 
 
-def test_weights_replaced_on_one_rank_end_captures_on_all(ranks: RankPool) -> None:
-    for right, messages in ranks(2).run(with_weights_replaced_on_one_rank):
+@pytest.mark.parametrize("put", WAYS)
+def test_weights_replaced_on_one_rank_end_captures_on_all(ranks: RankPool, put: Put) -> None:
+    for right, messages in ranks(2).run(with_weights_replaced_on_one_rank, put):
         assert right
         assert all("weights were replaced" in message for message in messages)
+
+
+def in_memory_of_their_own(model: nn.Module) -> weakref.ref[mmap.mmap]:
+    """Puts the weights into one map, as a loader does; the reference is empty once that is unmapped."""
+    memory = mmap.mmap(-1, sum(parameter.nbytes for parameter in model.parameters()))
+    sizes = [parameter.numel() for parameter in model.parameters()]
+    parts = torch.frombuffer(memory, dtype=torch.float32).split(sizes)
+    filled = [part.view_as(old).copy_(old.detach()) for part, old in zip(parts, model.parameters(), strict=True)]
+    put_other_data(model, filled)
+    return weakref.ref(memory)
+
+
+@pytest.mark.filterwarnings("ignore:.*weights were replaced")
+@pytest.mark.parametrize("put", WAYS)
+def test_weights_that_were_replaced_are_kept_until_that_is_seen(put: Put) -> None:
+    model = tiny_model(TensorParallelGroup.alone())
+    memory = in_memory_of_their_own(model)
+    stream = model.generate_stream([[5, 9, 2]], GenerationOptions(12, ignore_eos=True))
+    for _ in range(3):
+        next(stream)
+    put(model, copies(model))
+    assert memory() is not None, "what is replayed lies there"
+    next(stream)
+    assert memory() is None
+
+
+@pytest.mark.filterwarnings("ignore:.*a module has hooks")
+@pytest.mark.parametrize("hooked, tokens", [(False, 6), (True, 3)])
+def test_a_stream_that_has_ended_or_captures_nothing_keeps_no_weights(hooked: bool, tokens: int) -> None:
+    model = tiny_model(TensorParallelGroup.alone())
+    if hooked:
+        model.lm_head.register_forward_hook(lambda module, inputs, output: None)
+    memory = in_memory_of_their_own(model)
+    stream = model.generate_stream([[5, 9, 2]], GenerationOptions(6, ignore_eos=True))
+    assert len(list(islice(stream, tokens))) == tokens
+    put_other_data(model, copies(model))
+    assert memory() is None
 
 
 def calls_of_a_hook(group: TensorParallelGroup) -> tuple[int, list[str]]:

@@ -7,10 +7,9 @@ from __future__ import annotations
 
 import operator
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache
-from itertools import chain
 from typing import Any, Protocol
 
 import torch
@@ -172,19 +171,36 @@ class _Watch(TorchDispatchMode):
 
 
 class Weights:
-    """The parameters and buffers of a model's modules: captured steps read them where they lie now."""
+    """The parameters and buffers of a model's modules: captured steps read them where they lie now.
+
+    Their memory is kept until a replacement is seen: `parameter.data = …` alone would free what is replayed.
+    """
 
     def __init__(self, model: CausalLM) -> None:
         owners = (owner for module in model.modules() for owner in (module._parameters, module._buffers))
         self._owners = [owner for owner in owners if owner]
-        self._found = list(self._now())
+        self._found = self._now()
+        self._memory = [tensor.detach() for tensor in self._found]
+        self._addresses = list(map(Tensor.data_ptr, self._memory))
 
     def were_replaced(self) -> bool:
-        """Whether any is another tensor now, such as after `tp.models.prepare_for_inference`; asked at every step."""
-        return not all(map(operator.is_, self._now(), self._found))
+        """Whether any has become another tensor, or lies elsewhere; asked at every step.
 
-    def _now(self) -> Iterator[Tensor | None]:
-        return chain.from_iterable(owner.values() for owner in self._owners)
+        As after `tp.models.prepare_for_inference`, or after torch's `Module.to`, which keeps the parameters.
+        """
+        now = self._now()
+        if list(map(Tensor.data_ptr, now)) == self._addresses and all(map(operator.is_, now, self._found)):
+            return False
+        self.forget()
+        return True
+
+    def forget(self) -> None:
+        """Keeps no memory any more; from now on they count as replaced."""
+        for kept in (self._found, self._memory, self._addresses):
+            kept.clear()
+
+    def _now(self) -> list[Tensor]:
+        return [tensor for owner in self._owners for tensor in owner.values() if tensor is not None]
 
 
 def has_hooks(model: CausalLM) -> bool:
@@ -311,6 +327,7 @@ class DecodeGraphs:
     def _refuse(self, reason: str) -> None:
         self._refused = True
         self._captured.clear()
+        self._weights.forget()
         warn_once(NAME, reason)
 
 
