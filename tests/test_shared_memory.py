@@ -9,6 +9,7 @@ import os
 import random
 import resource
 import signal
+import threading
 import time
 import warnings
 from datetime import timedelta
@@ -23,6 +24,7 @@ from tp.kernels.reduce_add_rms_norm import NAME as FUSED
 from tp.kernels.reduce_add_rms_norm import add_rms_norm, reduce_add_rms_norm, reduce_scatter_add_rms_norm
 from tp.kernels.rms_norm import plain_rms_norm
 from tp.native.library import library
+from tp.native.tape import Tape
 from tp.parallel import TensorParallelGroup
 from tp.parallel.communicator import OrderedCommunicator, sum_in_rank_order
 from tp.parallel.shared_memory import SharedMemoryCommunicator, host_or_gloo
@@ -443,6 +445,74 @@ def _interrupted(group):
 
 def test_signals_are_handled_while_a_rank_waits(ranks):
     assert 0.05 < ranks(2).run(_interrupted)[0] < 0.35
+
+
+def _recorded(communicator):
+    """What replays two sums."""
+    tape, operand = Tape(), torch.ones(1)
+    with tape.recording():
+        sums = [communicator.all_reduce(operand) for _ in range(2)]
+
+    def replay():
+        communicator.check_usable()
+        tape.replay(communicator.complete)
+        return operand, sums
+
+    return replay
+
+
+def _interrupted_at_once(group, replayed):
+    """A handler raises while the first call into C++ still waits: the peer hears of it in its next collective."""
+    communicator = _shared(group)
+    replay = _recorded(communicator)
+    two = replay if replayed else lambda: [communicator.all_reduce(torch.ones(1)) for _ in range(2)]
+    if group.rank == 1:
+        time.sleep(0.3)
+        began = time.monotonic()
+        with pytest.raises(LostPeerError, match="^rank 0 .process [0-9]+. gave the group up after an error, before"):
+            two()
+        return time.monotonic() - began
+
+    def handler(number, frame):
+        raise KeyboardInterrupt
+
+    previous = signal.signal(signal.SIGALRM, handler)
+    signal.setitimer(signal.ITIMER_REAL, 0.03)
+    with pytest.raises(KeyboardInterrupt):
+        two()
+    signal.signal(signal.SIGALRM, previous)
+    for again in (two, lambda: communicator.all_reduce(torch.ones(1))):
+        with pytest.raises(CommunicationError, match="cannot be used any more, since on rank 0: KeyboardInterrupt"):
+            again()
+    return None
+
+
+@pytest.mark.parametrize("replayed", [False, True])
+def test_a_rank_that_is_interrupted_at_once_is_not_waited_for(ranks, replayed):
+    assert ranks(2).run(_interrupted_at_once, replayed)[1] < 2
+
+
+def _busy(group):
+    """A thread that comes into another one's collective is refused; that one goes on."""
+    communicator = _shared(group)
+    if group.rank == 1:
+        time.sleep(0.5)
+        return communicator.all_reduce(torch.ones(1)).item()
+    totals = []
+    thread = threading.Thread(target=lambda: totals.append(communicator.all_reduce(torch.ones(1)).item()))
+    thread.start()
+    time.sleep(0.03)
+    with pytest.raises(CommunicationError, match="^rank 0: another thread is in a collective of the same group$"):
+        communicator.all_reduce(torch.ones(1))
+    time.sleep(0.2)
+    with pytest.raises(CommunicationError, match="^rank 0 is still waiting for its peers in another collective$"):
+        communicator.all_reduce(torch.ones(1))
+    thread.join()
+    return totals[0]
+
+
+def test_a_second_thread_does_not_end_the_collective_of_the_first(ranks):
+    assert ranks(2).run(_busy) == [2.0] * 2
 
 
 # Ranks that are lost; each in processes of its own

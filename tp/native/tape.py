@@ -10,7 +10,7 @@ from typing import Any
 
 from tp.native.library import ADDRESS, INTEGER, NativeFunction, native_function
 
-STATUS = ctypes.POINTER(ctypes.c_int)
+POSITION = ctypes.POINTER(INTEGER)
 
 
 class Tape:
@@ -19,7 +19,7 @@ class Tape:
     def __init__(self) -> None:
         self._tape = _required("tp_tape_new", result=ADDRESS)()
         self._record = _required("tp_tape_record", ADDRESS)
-        self._replay = _required("tp_tape_replay", ADDRESS, INTEGER, STATUS, result=INTEGER)
+        self._replay = _required("tp_tape_replay", ADDRESS, POSITION, result=ctypes.c_int)
         self._length = 0
         weakref.finalize(self, _required("tp_tape_delete", ADDRESS), self._tape)
 
@@ -36,17 +36,16 @@ class Tape:
     def __len__(self) -> int:
         return self._length
 
-    def replay(self, persist: Callable[[int], None]) -> None:
+    def replay(self, complete: Callable[..., None]) -> None:
         """Makes all calls again, in their order.
 
         Args:
-            persist: completes a collective that came back with a status other than 0, or raises.
+            complete: calls a function with its arguments, which gives the status of the collective that it ended with,
+                or 0; then completes that collective, or raises.
         """
-        position, status = 0, ctypes.c_int()
-        while position < self._length:
-            position = self._replay(self._tape, position, ctypes.byref(status))
-            if status.value:
-                persist(status.value)
+        position = INTEGER()
+        while position.value < self._length:
+            complete(self._replay, self._tape, ctypes.byref(position))
 
 
 def _required(name: str, *argument_types: Any, result: Any = None) -> NativeFunction:

@@ -140,13 +140,18 @@ class Communicator(ABC):
             CommunicationError: closed, of another process, or after an error.
         """
 
-    def persist(self, status: int) -> None:
-        """Completes a collective that the C++ library began, and that came back unfinished.
+    def complete(self, begin: Callable[..., int], *arguments: Any) -> None:
+        """Calls a function of the C++ library, and sees the collective that it began to its end.
+
+        Args:
+            begin: gives the status that the collective came back with: 0 where it is finished, or there was none.
+            arguments: of the function; what they point to must live until then.
 
         Raises:
             CommunicationError: a peer is lost, or in another collective; or this communicator has none in C++.
         """
-        raise CommunicationError(f"a collective came back with status {status}, which nobody here began")
+        if status := begin(*arguments):
+            raise CommunicationError(f"a collective came back with status {status}, which nobody here began")
 
     @abstractmethod
     def all_gather_object(self, value: Any) -> list[Any]:

@@ -99,7 +99,7 @@ class SharedMemoryCommunicator(ProcessGroupCommunicator):
             addends = self._all_gather(own.unsqueeze(0), [1] * self.size)
             return sum_in_rank_order(addends.unbind(0))
         to = torch.empty_like(own)
-        self._complete(self._native.all_reduce(self._endpoint, announced, own.data_ptr(), to.data_ptr()))
+        self.complete(self._native.all_reduce, self._endpoint, announced, own.data_ptr(), to.data_ptr())
         return to
 
     def _reduce_scatter(self, tensor: Tensor, sizes: Sequence[int]) -> Tensor:
@@ -110,7 +110,7 @@ class SharedMemoryCommunicator(ProcessGroupCommunicator):
             return parts[self.rank].clone()
         to = own.new_empty((sizes[self.rank], *own.shape[1:]))
         lengths = _multiples(tuple(sizes), own.shape[1:].numel())
-        self._complete(self._native.reduce_scatter(self._endpoint, announced, own.data_ptr(), to.data_ptr(), lengths))
+        self.complete(self._native.reduce_scatter, self._endpoint, announced, own.data_ptr(), to.data_ptr(), lengths)
         return to
 
     def _all_gather(self, tensor: Tensor, sizes: Sequence[int]) -> Tensor:
@@ -118,7 +118,7 @@ class SharedMemoryCommunicator(ProcessGroupCommunicator):
         to = own.new_empty((sum(sizes), *own.shape[1:]))
         announced = announcement("all_gather", own.dtype, to.shape, (to.shape, *sizes))
         lengths = _multiples(tuple(sizes), own.shape[1:].numel() * own.element_size())
-        self._complete(self._native.all_gather(self._endpoint, announced, own.data_ptr(), to.data_ptr(), lengths))
+        self.complete(self._native.all_gather, self._endpoint, announced, own.data_ptr(), to.data_ptr(), lengths)
         return to
 
     def _broadcast(self, tensor: Tensor, source: int) -> Tensor:
@@ -127,7 +127,7 @@ class SharedMemoryCommunicator(ProcessGroupCommunicator):
         own = self._own(tensor)
         to = torch.empty_like(own)
         announced = announcement("broadcast", own.dtype, own.shape, source)
-        self._complete(self._native.broadcast(self._endpoint, announced, own.data_ptr(), to.data_ptr()))
+        self.complete(self._native.broadcast, self._endpoint, announced, own.data_ptr(), to.data_ptr())
         return to
 
     def supports_add_rms_norm(
@@ -185,10 +185,11 @@ class SharedMemoryCommunicator(ProcessGroupCommunicator):
         weight = weight_for(own, weight)
         state, normed = torch.empty_like(own), torch.empty_like(own)
         announced = announcement("reduce_add_rms_norm", own.dtype, own.shape, own.shape[1])
-        self._complete(self._native.reduce_add_rms_norm(
-            self._endpoint, announced, own.data_ptr(), address(bias), address(base), weight.data_ptr(), eps,
+        self.complete(
+            self._native.reduce_add_rms_norm, self._endpoint, announced,
+            own.data_ptr(), address(bias), address(base), weight.data_ptr(), eps,
             state.data_ptr(), normed.data_ptr(),
-        ))  # fmt: skip
+        )  # fmt: skip
         return state, normed
 
     def _reduce_scatter_add_rms_norm(
@@ -205,16 +206,12 @@ class SharedMemoryCommunicator(ProcessGroupCommunicator):
         state = own.new_empty((sizes[self.rank], own.shape[1]))
         normed = torch.empty_like(state)
         announced = announcement("reduce_scatter_add_rms_norm", own.dtype, own.shape, (own.shape, *sizes))
-        self._complete(self._native.reduce_scatter_add_rms_norm(
-            self._endpoint, announced, own.data_ptr(), address(bias), address(base), weight.data_ptr(), eps,
+        self.complete(
+            self._native.reduce_scatter_add_rms_norm, self._endpoint, announced,
+            own.data_ptr(), address(bias), address(base), weight.data_ptr(), eps,
             state.data_ptr(), normed.data_ptr(), _multiples(tuple(sizes), 1), own.shape[1],
-        ))  # fmt: skip
+        )  # fmt: skip
         return state, normed
-
-    def _complete(self, status: int) -> None:
-        """Sees a collective that was begun to its end; its tensors must live until then."""
-        if status:
-            self.persist(status)
 
     def check_usable(self) -> None:
         if self._refusal:
@@ -234,21 +231,12 @@ class SharedMemoryCommunicator(ProcessGroupCommunicator):
             tensor = tensor.resolve_conj().resolve_neg()
         return tensor.contiguous()
 
-    def persist(self, status: int) -> None:
-        """Goes on with a collective whose peers are late. In between, Python runs the handlers of signals."""
+    def complete(self, begin: Callable[..., int], *arguments: Any) -> None:
         rank = self.global_ranks[self.rank]
-        if status == BUSY:
-            raise CommunicationError(f"rank {rank}: another thread is in a collective of the same group")
-        self._refuse(f"rank {rank} is still waiting for its peers in another collective")
         try:
-            last_round, since = -1, 0.0
-            while status == WAITING:
-                if self._segment.endpoint is None:
-                    raise CommunicationError(f"rank {rank} closed its group inside a collective")
-                if self._segment.round != last_round:
-                    last_round, since = self._segment.round, time.monotonic()
-                self._look_for_lost_peers(time.monotonic() - since)
-                status = self._native.resume(self._segment.endpoint)
+            status = begin(*arguments)  # a handler of a signal may raise as early as here
+            if status == WAITING:
+                status = self._wait(rank)
             if status == MISMATCH:
                 raise different_collectives(self.global_ranks, [str(rank.announced) for rank in self._everyone()])
         except BaseException as error:
@@ -256,7 +244,22 @@ class SharedMemoryCommunicator(ProcessGroupCommunicator):
             what = str(error) or type(error).__name__
             self._refuse(f"the group cannot be used any more, since on rank {rank}: {what}")
             raise
+        if status == BUSY:
+            raise CommunicationError(f"rank {rank}: another thread is in a collective of the same group")
+
+    def _wait(self, rank: int) -> int:
+        """Goes on with a collective whose peers are late. In between, Python runs the handlers of signals."""
+        self._refuse(f"rank {rank} is still waiting for its peers in another collective")
+        status, last_round, since = WAITING, -1, 0.0
+        while status == WAITING:
+            if self._segment.endpoint is None:
+                raise CommunicationError(f"rank {rank} closed its group inside a collective")
+            if self._segment.round != last_round:
+                last_round, since = self._segment.round, time.monotonic()
+            self._look_for_lost_peers(time.monotonic() - since)
+            status = self._native.resume(self._segment.endpoint)
         self._refusal = ""
+        return status
 
     def _refuse(self, reason: str) -> None:
         self._refusal = reason

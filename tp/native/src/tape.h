@@ -21,9 +21,9 @@ class Tape {
   void note(Work work) { calls_.push_back(std::move(work)); }
   int64_t size() const { return static_cast<int64_t>(calls_.size()); }
 
-  // Does the calls again, from number `next` on. Stops after one whose status is not 0, which is left in *status;
-  // returns the number of the call after it.
-  int64_t replay(int64_t next, int* status);
+  // Does the calls again, from number *next on, which becomes the number of the first that is not done yet. Stops after
+  // one whose status is not 0, and returns that.
+  int replay(int64_t* next) const;
 
  private:
   std::vector<Work> calls_;
