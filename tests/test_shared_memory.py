@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import gc
 import multiprocessing
 import os
@@ -27,6 +28,7 @@ from tp.native.library import library
 from tp.native.tape import Tape
 from tp.parallel import TensorParallelGroup
 from tp.parallel.communicator import OrderedCommunicator, sum_in_rank_order
+from tp.parallel.native_collectives import WAITING
 from tp.parallel.shared_memory import SharedMemoryCommunicator, host_or_gloo
 
 pytestmark = [
@@ -454,7 +456,6 @@ def _recorded(communicator):
         sums = [communicator.all_reduce(operand) for _ in range(2)]
 
     def replay():
-        communicator.check_usable()
         tape.replay(communicator.complete)
         return operand, sums
 
@@ -513,6 +514,56 @@ def _busy(group):
 
 def test_a_second_thread_does_not_end_the_collective_of_the_first(ranks):
     assert ranks(2).run(_busy) == [2.0] * 2
+
+
+def _closed_by_a_handler(group, function, collective, others):
+    """A signal's handler closes the group as a call into C++ comes back; of `resume` the last one."""
+    communicator = _shared(group)
+    begin = {
+        "all_reduce": lambda: communicator.all_reduce(torch.ones(1)).item(),
+        "broadcast": lambda: communicator.broadcast(torch.ones(1)).item(),
+        "replay": _recorded(communicator),
+    }
+    if group.rank == 1:
+        time.sleep(0.3)
+        with contextlib.suppress(CommunicationError):
+            begin[others]()
+        return None
+    segment = communicator._segment
+    native = getattr(segment.native, function)
+
+    def closing(*arguments):
+        status = native(*arguments)
+        if function != "resume" or status != WAITING:
+            communicator.close()
+        return status
+
+    communicator._native = segment.native = dataclasses.replace(segment.native, **{function: closing})
+    told = []
+    for attempt in (begin[collective], communicator.check_usable):
+        try:
+            told.append(attempt())
+        except CommunicationError as error:
+            told.append(str(error))
+    return told
+
+
+INSIDE = "the group was closed inside a collective"
+UNUSABLE = f"the group cannot be used any more, since on rank 0: {INSIDE}"
+
+
+@pytest.mark.parametrize(
+    "function, collective, others, told",
+    [
+        ("all_reduce", "all_reduce", "all_reduce", [INSIDE, UNUSABLE]),
+        ("look", "all_reduce", "all_reduce", [INSIDE, UNUSABLE]),
+        ("resume", "all_reduce", "all_reduce", [2.0, "the group was closed"]),
+        ("resume", "all_reduce", "broadcast", [INSIDE, UNUSABLE]),
+        ("resume", "replay", "replay", ["the group was closed"] * 2),
+    ],
+)
+def test_a_handler_may_close_the_group_inside_a_collective(ranks, function, collective, others, told):
+    assert ranks(2).run(_closed_by_a_handler, function, collective, others)[0] == told
 
 
 # Ranks that are lost; each in processes of its own

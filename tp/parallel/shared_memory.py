@@ -73,9 +73,9 @@ class SharedMemoryCommunicator(ProcessGroupCommunicator):
         self.statistics = CommunicationStatistics(segment.counts)
         self.timeout_s = timeout_s
         self._segment = segment
-        self._endpoint = segment.endpoint
         self._native = segment.native
         self._refusal = ""
+        self._waiting = ""
         _living.add(self)
 
     def close(self) -> None:
@@ -99,7 +99,7 @@ class SharedMemoryCommunicator(ProcessGroupCommunicator):
             addends = self._all_gather(own.unsqueeze(0), [1] * self.size)
             return sum_in_rank_order(addends.unbind(0))
         to = torch.empty_like(own)
-        self.complete(self._native.all_reduce, self._endpoint, announced, own.data_ptr(), to.data_ptr())
+        self.complete(self._native.all_reduce, self._segment.endpoint, announced, own.data_ptr(), to.data_ptr())
         return to
 
     def _reduce_scatter(self, tensor: Tensor, sizes: Sequence[int]) -> Tensor:
@@ -110,7 +110,9 @@ class SharedMemoryCommunicator(ProcessGroupCommunicator):
             return parts[self.rank].clone()
         to = own.new_empty((sizes[self.rank], *own.shape[1:]))
         lengths = _multiples(tuple(sizes), own.shape[1:].numel())
-        self.complete(self._native.reduce_scatter, self._endpoint, announced, own.data_ptr(), to.data_ptr(), lengths)
+        self.complete(
+            self._native.reduce_scatter, self._segment.endpoint, announced, own.data_ptr(), to.data_ptr(), lengths
+        )
         return to
 
     def _all_gather(self, tensor: Tensor, sizes: Sequence[int]) -> Tensor:
@@ -118,7 +120,9 @@ class SharedMemoryCommunicator(ProcessGroupCommunicator):
         to = own.new_empty((sum(sizes), *own.shape[1:]))
         announced = announcement("all_gather", own.dtype, to.shape, (to.shape, *sizes))
         lengths = _multiples(tuple(sizes), own.shape[1:].numel() * own.element_size())
-        self.complete(self._native.all_gather, self._endpoint, announced, own.data_ptr(), to.data_ptr(), lengths)
+        self.complete(
+            self._native.all_gather, self._segment.endpoint, announced, own.data_ptr(), to.data_ptr(), lengths
+        )
         return to
 
     def _broadcast(self, tensor: Tensor, source: int) -> Tensor:
@@ -127,7 +131,7 @@ class SharedMemoryCommunicator(ProcessGroupCommunicator):
         own = self._own(tensor)
         to = torch.empty_like(own)
         announced = announcement("broadcast", own.dtype, own.shape, source)
-        self.complete(self._native.broadcast, self._endpoint, announced, own.data_ptr(), to.data_ptr())
+        self.complete(self._native.broadcast, self._segment.endpoint, announced, own.data_ptr(), to.data_ptr())
         return to
 
     def supports_add_rms_norm(
@@ -186,7 +190,7 @@ class SharedMemoryCommunicator(ProcessGroupCommunicator):
         state, normed = torch.empty_like(own), torch.empty_like(own)
         announced = announcement("reduce_add_rms_norm", own.dtype, own.shape, own.shape[1])
         self.complete(
-            self._native.reduce_add_rms_norm, self._endpoint, announced,
+            self._native.reduce_add_rms_norm, self._segment.endpoint, announced,
             own.data_ptr(), address(bias), address(base), weight.data_ptr(), eps,
             state.data_ptr(), normed.data_ptr(),
         )  # fmt: skip
@@ -207,15 +211,15 @@ class SharedMemoryCommunicator(ProcessGroupCommunicator):
         normed = torch.empty_like(state)
         announced = announcement("reduce_scatter_add_rms_norm", own.dtype, own.shape, (own.shape, *sizes))
         self.complete(
-            self._native.reduce_scatter_add_rms_norm, self._endpoint, announced,
+            self._native.reduce_scatter_add_rms_norm, self._segment.endpoint, announced,
             own.data_ptr(), address(bias), address(base), weight.data_ptr(), eps,
             state.data_ptr(), normed.data_ptr(), _multiples(tuple(sizes), 1), own.shape[1],
         )  # fmt: skip
         return state, normed
 
     def check_usable(self) -> None:
-        if self._refusal:
-            raise CommunicationError(self._refusal)
+        if reason := self._refusal or self._waiting:
+            raise CommunicationError(reason)
 
     def _own(self, tensor: Tensor) -> Tensor:
         """This rank's operand, its elements in memory one after the other.
@@ -223,8 +227,7 @@ class SharedMemoryCommunicator(ProcessGroupCommunicator):
         Raises:
             CommunicationError: refused, or a tensor elsewhere.
         """
-        if self._refusal:
-            raise CommunicationError(self._refusal)
+        self.check_usable()
         if not tensor.is_cpu:
             raise CommunicationError(f"a collective of CPU ranks was given a tensor on {tensor.device}")
         if tensor.is_complex() or tensor.is_neg():  # torch may have put off a change of sign
@@ -232,6 +235,7 @@ class SharedMemoryCommunicator(ProcessGroupCommunicator):
         return tensor.contiguous()
 
     def complete(self, begin: Callable[..., int], *arguments: Any) -> None:
+        self.check_usable()  # again: since the arguments were made, a handler may have closed the group
         rank = self.global_ranks[self.rank]
         try:
             status = begin(*arguments)  # a handler of a signal may raise as early as here
@@ -249,16 +253,14 @@ class SharedMemoryCommunicator(ProcessGroupCommunicator):
 
     def _wait(self, rank: int) -> int:
         """Goes on with a collective whose peers are late. In between, Python runs the handlers of signals."""
-        self._refuse(f"rank {rank} is still waiting for its peers in another collective")
+        self._waiting = f"rank {rank} is still waiting for its peers in another collective"
         status, last_round, since = WAITING, -1, 0.0
         while status == WAITING:
-            if self._segment.endpoint is None:
-                raise CommunicationError(f"rank {rank} closed its group inside a collective")
             if self._segment.round != last_round:
                 last_round, since = self._segment.round, time.monotonic()
             self._look_for_lost_peers(time.monotonic() - since)
             status = self._native.resume(self._segment.endpoint)
-        self._refusal = ""
+        self._waiting = ""
         return status
 
     def _refuse(self, reason: str) -> None:

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from tp.choice import enabled, warn_once
+from tp.errors import CommunicationError
 from tp.native.library import NAME as LIBRARY
 from tp.parallel.agreement import first_refusal
 from tp.parallel.hosts import own_cores, this_host
@@ -72,7 +73,6 @@ class SharedSegment:
 
     Attributes:
         native: the C functions.
-        endpoint: what they take; None once it is closed.
         counts: of the collectives of this end.
     """
 
@@ -81,12 +81,23 @@ class SharedSegment:
     ) -> None:
         self.native = native
         self.counts = counts
-        self.endpoint: int | None = endpoint
+        self._endpoint: int | None = endpoint
         self.rank = rank
         self.size = size
         self.slot_bytes = slot_bytes
         self._detach = weakref.finalize(self, native.detach, endpoint)
         self._detach.atexit = False  # a thread may still wait in it, and the kernel cleans up as well
+
+    @property
+    def endpoint(self) -> int:
+        """What the C functions take; not to be kept.
+
+        Raises:
+            CommunicationError: it is closed, as by the handler of a signal that came in between.
+        """
+        if self._endpoint is None:
+            raise CommunicationError("the group was closed inside a collective")
+        return self._endpoint
 
     @property
     def round(self) -> int:
@@ -104,17 +115,17 @@ class SharedSegment:
 
     def give_up(self) -> None:
         """Tells the others not to wait for this rank."""
-        if self.endpoint is not None:
-            self.native.give_up(self.endpoint)
+        if self._endpoint is not None:
+            self.native.give_up(self._endpoint)
 
     def close(self) -> None:
         """Unmaps the memory and leaves this rank's place. Calling it again does nothing."""
-        self.endpoint = None
+        self._endpoint = None
         self._detach()
 
     def forget(self) -> None:
         """In a forked child: leaves everything to the parent."""
-        self.endpoint = None
+        self._endpoint = None
         self._detach.detach()
 
 
