@@ -1,7 +1,8 @@
 """Builds the C++ sources for this machine's CPU: `python -m tp.native.build`.
 
 What is built is kept in the user's cache directory, under a name that says what it was built from and for, so that
-changed sources, another compiler or another CPU never meet an old library.
+changed sources or another CPU never meet an old library. It says nothing of the compiler, which is not looked for where
+the library is opened: to build with another one, remove the old file.
 """
 
 from __future__ import annotations
