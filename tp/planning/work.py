@@ -91,16 +91,15 @@ class AlikeSteps:
 
 
 def decode_work(
-    model: RankModel, batch: int, context: int, *, captured: bool = True, sharded: bool | None = None
+    model: RankModel, batch: int, context: int, *, captured: bool = True, sharded: bool = False
 ) -> StepWork:
     """One more token for each of `batch` sequences, which then have `context` tokens.
 
     Args:
-        sharded: as of `prefill_steps`.
+        sharded: sequence parallelism.
     """
     pieces = [SequenceSlice(1, context - 1)] * batch
-    shards = shards_without_gradients(batch) if sharded is None else sharded
-    work = _step(model, batch, batch, captured=captured, sharded=shards, num_sampled=batch)
+    work = _step(model, batch, batch, captured=captured, sharded=sharded, num_sampled=batch)
     return replace(work, cache_bytes=_cache_bytes(model, _windows(model.config), pieces))
 
 
