@@ -12,6 +12,7 @@ from typing import Any
 
 import tp
 from launch.terminal import Terminal
+from tp.cores import own_cores
 
 PACKAGES = ("torch", "triton", "transformers", "safetensors", "gguf", "huggingface_hub", "tokenizers", "numpy", "rich")
 VARIABLES = ("CUDA_", "GLOO_", "HF_", "MKL_", "NCCL_", "OMP_", "TORCH", "TP_DECODER_", "TRITON_")
@@ -49,7 +50,7 @@ def gather() -> dict[str, Any]:
         "platform": platform.platform(),
         "packages": {name: _version(name) for name in PACKAGES},
         "cpu": _of_the_cpu("model name") or platform.processor() or platform.machine(),
-        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "cores": len(own_cores()),
         "threads": torch.get_num_threads(),
         "cpu_capability": torch.backends.cpu.get_cpu_capability(),
         "cpu_bfloat16": sorted(BFLOAT16_FLAGS.intersection(_of_the_cpu("flags", "Features").split())),

@@ -24,6 +24,7 @@ from launch.failures import Failure
 from launch.forwarded_sigterm import ForwardedSigterm
 from launch.process_guard import MARK, ProcessGuard
 from launch.rank_process import LAUNCHER
+from tp.cores import own_cores
 from tp.errors import CommunicationError, RequestError, first_line
 
 STANDARD_INPUT = "TP_DECODER_STANDARD_INPUT"
@@ -125,8 +126,7 @@ def own_command(argv: Sequence[str]) -> list[str]:
 
 def threads_a_rank(ranks_here: int) -> int:
     """Cores that this process may use, dealt out to its ranks; at least one each."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return max(1, cores // ranks_here)
+    return max(1, len(own_cores()) // ranks_here)
 
 
 def _environment(placement: Placement, debug: bool) -> Mapping[str, str]:

@@ -67,7 +67,7 @@ def config_file(tmp_path):
 @pytest.fixture(autouse=True)
 def small_machine(monkeypatch):
     """Of two cores, whatever this one has, whose limits are looked at for moments."""
-    monkeypatch.setattr(options, "available_cores", lambda: 2)
+    monkeypatch.setattr(options, "own_cores", lambda: range(2))
     monkeypatch.setattr(ReadBandwidth.__init__, "__defaults__", (2 * PIECE_BYTES,))
     monkeypatch.setattr(ReadBandwidth.bytes_per_second, "__defaults__", (0.02,))
     monkeypatch.setattr(measure, "RATE_S", 0.02)

@@ -31,7 +31,7 @@ def config_file(tmp_path):
 
 @pytest.fixture(autouse=True)
 def four_cores(monkeypatch):
-    monkeypatch.setattr(options, "available_cores", lambda: 4)
+    monkeypatch.setattr(options, "own_cores", lambda: range(4))
 
 
 def parsed(*argv):

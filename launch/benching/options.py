@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING, Any
 from launch.arguments import check_config, check_model, place, positive, seconds
 from launch.benching.sweep import LAYOUTS, PHASES, SCALINGS, Form, Sweep, scaling_forms
 from launch.measurement.command_line import integers, names
-from launch.measurement.lineup import PEERS, available_cores
+from launch.measurement.lineup import PEERS
 from launch.measurement.peers import llama_cpp
 from launch.output_files import check_directory, check_file
+from tp.cores import own_cores
 from tp.errors import RequestError
 
 if TYPE_CHECKING:
@@ -102,7 +103,7 @@ def _check_files(arguments: argparse.Namespace) -> None:
 
 def _check_threads(degrees: Sequence[int], total: int) -> None:
     """The same total at every degree, and no more threads than cores: else unlike runs are compared."""
-    cores = available_cores()
+    cores = len(own_cores())
     if total > cores:
         raise RequestError(f"--threads {total} is more than the {cores} cores here: they would wait for each other")
     for t in degrees:
@@ -201,7 +202,7 @@ def _add_sweep_options(group: argparse._ArgumentGroup) -> None:
 
 
 def _add_run_options(group: argparse._ArgumentGroup) -> None:
-    cores = available_cores()
+    cores = len(own_cores())
     group.add_argument("--threads", type=positive, default=cores, metavar="N", help="in all, at any t (default: cores)")
     group.add_argument("--runs", type=positive, default=5, metavar="N", help="rounds that count (default 5)")
     group.add_argument("--warm-ups", type=positive, default=1, metavar="N", help="rounds before them (default 1)")

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from launch.arguments import positive, seconds
-from launch.measurement.lineup import available_cores
+from tp.cores import own_cores
 from tp.errors import TensorParallelError
 
 if TYPE_CHECKING:
@@ -43,7 +43,7 @@ def add_shared_options(parser: argparse.ArgumentParser, *, tp: str) -> None:
     parser.add_argument("--gguf", metavar="FILE", help="the same model for llama.cpp (default: DIRECTORY.gguf)")
     parser.add_argument("--tp", type=integers, default=integers(tp), metavar="T,...", help=f"degrees (default {tp})")
     parser.add_argument("--dtype", choices=["bfloat16", "float16", "float32"], default="bfloat16")
-    parser.add_argument("--threads", type=positive, default=available_cores(), help="in all (default: all cores)")
+    parser.add_argument("--threads", type=positive, default=len(own_cores()), help="in all (default: all cores)")
     parser.add_argument("--runs", type=positive, default=5, help="rounds that count (default 5)")
     parser.add_argument("--patience", type=seconds, default=600.0, metavar="S", help="seconds for a load or a request")
     parser.add_argument("--json", metavar="FILE", help="write an object to FILE (-: stdout), the table to stderr")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Sequence
 
 from launch.measurement.contestants import Contestant
@@ -36,11 +35,6 @@ def lineup(task: Task, degrees: Sequence[int], peers: Sequence[str], total_threa
         forms = [1] if name == llama_cpp.NAME else degrees
         chosen += [PEERS[name](task, degree, _share(total_threads, degree)) for degree in forms]
     return chosen
-
-
-def available_cores() -> int:
-    """Cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _share(total_threads: int, processes: int) -> int:

@@ -11,7 +11,6 @@ import json
 import os
 from collections.abc import Sequence
 
-from launch.measurement.lineup import available_cores
 from launch.output_files import write
 from launch.planning.machine import (
     ROUNDS,
@@ -23,6 +22,7 @@ from launch.planning.machine import (
 )
 from launch.planning.synthetic import CONFIGS
 from launch.terminal import Terminal
+from tp.cores import own_cores
 from tp.defaults import PREFILL_CHUNK
 from tp.planning.calibration import fit_rates
 from tp.planning.hardware import Fabric, Profile, Rates
@@ -68,7 +68,7 @@ def make_profile(measured: Measurements, precision: Precision) -> Profile:
     Raises:
         RequestError: see `fit_rates`.
     """
-    degrees, cores = measured.degrees, available_cores()
+    degrees, cores = measured.degrees, len(own_cores())
     fabric = Fabric(measured=tuple(measured.collectives))
     rates: dict[int, Rates] = {}
     for degree in degrees:

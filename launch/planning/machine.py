@@ -15,7 +15,6 @@ from launch.measurement.contestants import Contestant, Field
 from launch.measurement.decoding import Case
 from launch.measurement.errors import ContestantError
 from launch.measurement.interleaving import WARM_UP, Turn, interleave
-from launch.measurement.lineup import available_cores
 from launch.measurement.model_facts import text_of_config
 from launch.measurement.peers import own
 from launch.measurement.peers.task import Task
@@ -24,6 +23,7 @@ from launch.measurement.requests import DecodeAnswer, random_request
 from launch.measurement.spread import Spread
 from launch.planning.synthetic import CASES, CONFIGS
 from launch.process_guard import ProcessGuard
+from tp.cores import own_cores
 from tp.defaults import PREFILL_CHUNK
 from tp.planning.calibration import Observation
 from tp.planning.fitting import fit_line
@@ -184,7 +184,7 @@ def _contestant(model: str, dtype: str, degree: int) -> Contestant:
 
 def _cores_of(degree: int) -> int:
     """Of each rank."""
-    return max(1, available_cores() // degree)
+    return max(1, len(own_cores()) // degree)
 
 
 def _teller_of(name: str) -> Callable[[str], None]:

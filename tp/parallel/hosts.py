@@ -1,9 +1,8 @@
-"""Which machine a process runs on, which of its cores, and on which GPU."""
+"""Which machine a process runs on, and on which GPU."""
 
 from __future__ import annotations
 
 import functools
-import os
 import socket
 from pathlib import Path
 
@@ -18,13 +17,6 @@ def this_host() -> str:
         return f"{socket.gethostname()} {boot_id.read_text().strip()}"
     except OSError:
         return socket.gethostname()
-
-
-def own_cores() -> frozenset[int]:
-    """The cores that this process may run on."""
-    if hasattr(os, "sched_getaffinity"):
-        return frozenset(os.sched_getaffinity(0))
-    return frozenset(range(os.cpu_count() or 1))
 
 
 def gpu_id(device: torch.device | int) -> str:

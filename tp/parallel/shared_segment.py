@@ -16,10 +16,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from tp.choice import enabled, warn_once
+from tp.cores import own_cores
 from tp.errors import CommunicationError
 from tp.native.library import NAME as LIBRARY
 from tp.parallel.agreement import first_refusal
-from tp.parallel.hosts import own_cores, this_host
+from tp.parallel.hosts import this_host
 from tp.parallel.native_collectives import (
     CLOSED,
     OPEN,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from argparse import Namespace
 from collections.abc import Callable
 from typing import Any
@@ -14,6 +13,7 @@ from launch.measurement.peers.environments import HOME, interpreter
 from launch.measurement.peers.task import Task, arguments_of_module
 from launch.measurement.requests import DecodeAnswer, DecodeRequest
 from launch.measurement.serving import Line, TokenClock, serve
+from tp.cores import own_cores
 from tp.defaults import PREFILL_CHUNK
 
 NAME = "vllm"
@@ -27,7 +27,7 @@ def contestant(task: Task, processes: int, threads: int) -> Contestant:
 
     def command() -> Command:
         environment = {
-            "VLLM_CPU_OMP_THREADS_BIND": cores_of_workers(sorted(os.sched_getaffinity(0)), processes, threads),
+            "VLLM_CPU_OMP_THREADS_BIND": cores_of_workers(sorted(own_cores()), processes, threads),
             "VLLM_CPU_KVCACHE_SPACE": str(CACHE_GIB),
             "VLLM_LOGGING_LEVEL": "WARNING",
             "VLLM_NO_USAGE_STATS": "1",
