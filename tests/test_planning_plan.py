@@ -85,6 +85,16 @@ def test_decode_steps_lie_as_the_layout_has_them(sharded, batch, shards):
 
 
 @pytest.mark.parametrize(
+    "sharded, chunk, shards", [(None, 256, False), (None, 512, True), (True, 256, True), (False, 512, False)]
+)
+def test_prefill_steps_lie_as_the_layout_has_them(sharded, chunk, shards):
+    for tp_size in (1, 4):
+        plan = plan_serving(workload(sharded=sharded, chunk=chunk), tp_size)
+        operations = {each.operation for each in plan.prefill_collectives}
+        assert ("reduce_scatter" in operations) == (shards and tp_size > 1)
+
+
+@pytest.mark.parametrize(
     "changes, batch, sharded, captured",
     [
         ({}, 1, None, True),

@@ -90,7 +90,7 @@ def test_collectives_of_prefill_and_decode_are_those_that_are_entered(ranks, t, 
     config, batch, prompt = hub_config("qwen2"), 2, 11
     counts = ranks(t).run(_counted, config, layout, batch, prompt)[0]
     model = rank_model(ModelConfig.from_hf(config), t)
-    steps = prefill_work(model, batch, prompt, chunk=8, sharded=layout is ShardTokens)
+    steps = prefill_work(model, batch, prompt, 8, lambda num_tokens: layout is ShardTokens)
     assert [len(pieces) for pieces in prefill_pieces(batch, prompt, 8)] == [1, 2, 1]
     prefill = [sum(parts) for parts in zip(*(_sums(step.collectives) for step in steps), strict=True)]
     assert counts[0] == tuple(prefill)

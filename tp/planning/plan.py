@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 from tp.checkpoint.memory import largest
 from tp.config import ModelConfig
@@ -76,6 +77,10 @@ class Workload:
     def shards(self, num_tokens: int, tp_size: int) -> bool:
         """Whether a step of prefill or decode of so many tokens runs sharded."""
         return tp_size > 1 and (shards_without_gradients(num_tokens) if self.sharded is None else self.sharded)
+
+    def shards_training(self, tp_size: int) -> bool:
+        """Whether a training step runs sharded."""
+        return tp_size > 1 and self.sharded is not False
 
     def captures(self, tp_size: int) -> bool:
         """Whether decode steps of the batch are captured. On CPUs those of a sharded stream call torch."""
@@ -247,7 +252,7 @@ def training_placement(workload: Workload, tp_size: int) -> Placement:
             runtime,
             batch=workload.batch,
             context=workload.context,
-            sharded=workload.sharded is not False and tp_size > 1,
+            sharded=workload.shards_training(tp_size),
             recomputed=workload.recomputed,
         )
         for rank, model in enumerate(workload.ranks(tp_size))
@@ -326,7 +331,8 @@ def _decode_work(workload: Workload, model: RankModel) -> StepWork:
 
 
 def _prefill_steps(workload: Workload, model: RankModel) -> list[AlikeSteps]:
-    return prefill_steps(model, workload.batch, workload.context, workload.chunk, workload.sharded)
+    shards = partial(workload.shards, tp_size=model.tp_size)
+    return prefill_steps(model, workload.batch, workload.context, workload.chunk, shards)
 
 
 def _merged(steps: Sequence[AlikeSteps]) -> tuple[Collective, ...]:
@@ -340,5 +346,5 @@ def _merged(steps: Sequence[AlikeSteps]) -> tuple[Collective, ...]:
 
 
 def _training_work(workload: Workload, model: RankModel) -> StepWork:
-    sharded = workload.sharded is not False and model.tp_size > 1
+    sharded = workload.shards_training(model.tp_size)
     return training_work(model, workload.batch, workload.context, sharded=sharded, recomputed=workload.recomputed)

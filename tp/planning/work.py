@@ -14,7 +14,7 @@ and a greedy choice `SAMPLER_BYTES` a logit.
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from tp.config import ModelConfig
@@ -103,18 +103,20 @@ def decode_work(
     return replace(work, cache_bytes=_cache_bytes(model, _windows(model.config), pieces))
 
 
-def prefill_work(model: RankModel, batch: int, prompt: int, chunk: int, sharded: bool | None = None) -> list[StepWork]:
+def prefill_work(
+    model: RankModel, batch: int, prompt: int, chunk: int, shards: Callable[[int], bool] = shards_without_gradients
+) -> list[StepWork]:
     """The steps of `prefill_steps`, each by itself, in no particular order."""
-    return [step for alike in prefill_steps(model, batch, prompt, chunk, sharded) for step in alike.each()]
+    return [step for alike in prefill_steps(model, batch, prompt, chunk, shards) for step in alike.each()]
 
 
 def prefill_steps(
-    model: RankModel, batch: int, prompt: int, chunk: int, sharded: bool | None = None
+    model: RankModel, batch: int, prompt: int, chunk: int, shards: Callable[[int], bool] = shards_without_gradients
 ) -> list[AlikeSteps]:
     """The steps that process `batch` prompts of `prompt` tokens, `chunk` tokens at a time.
 
     Args:
-        sharded: sequence parallelism; None where the number of tokens decides, as in `automatic_layout`.
+        shards: whether a step of so many tokens is sharded.
     """
     windows = _windows(model.config)
     attention: dict[tuple[int, int, int], list[tuple[int, int]]] = {}
@@ -126,8 +128,7 @@ def prefill_steps(
         attention.setdefault((tokens, len(pieces), complete), []).append(seen)
     steps = []
     for (tokens, num_pieces, complete), seen_by_each in attention.items():
-        shards = shards_without_gradients(tokens) if sharded is None else sharded
-        work = _step(model, tokens, num_pieces, captured=False, sharded=shards, num_sampled=complete)
+        work = _step(model, tokens, num_pieces, captured=False, sharded=shards(tokens), num_sampled=complete)
         steps.append(AlikeSteps(work, tuple(seen_by_each)))
     return steps
 
