@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from launch.arguments import layout_rule
 from launch.output_files import check_directory
 from launch.rank_process import end_at_once
 from launch.stop_request import StopRequest
@@ -25,6 +26,7 @@ from launch.training_setup import Start, TrainingData, compute_dtype, find_start
 from tp.errors import RequestError
 from tp.parallel.agreement import check_alike, statement_of
 from tp.parallel.group import TensorParallelGroup
+from tp.training.activation_checkpointing import checkpoint_layers
 from tp.training.groups import TrainingGroups
 from tp.training.metrics import MetricsLog, bits_per_byte, plot_metrics, read_metrics
 from tp.training.store import CheckpointStore
@@ -75,7 +77,10 @@ def _prepare(arguments: argparse.Namespace, world: TensorParallelGroup, terminal
     about = {"data": data.fingerprint(), "dtype": str(dtype).removeprefix("torch.")}
     check_alike(world.communicator, {"the tokens of --data": about["data"]})
     _check_data(about, saved)
-    learner = make_learner(arguments, recipe, start, groups, dtype)
+    learner = make_learner(recipe, start, groups, dtype)
+    learner.model.model.choose_layout = layout_rule(arguments.sequence_parallel)
+    if arguments.activation_checkpointing:
+        checkpoint_layers(learner.model)
     return _Prepared(recipe, groups, start, data, learner, about, saved is not None)
 
 

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from launch.arguments import layout_rule
 from launch.terminal import Terminal
 from launch.training_check import micro_batch_size
 from launch.training_memory import parameter_dtype
@@ -28,7 +27,6 @@ from tp.errors import CheckpointError, RequestError
 from tp.json_objects import read_object
 from tp.models import CausalLM, initialise_parameters
 from tp.parallel.group import TensorParallelGroup
-from tp.training.activation_checkpointing import checkpoint_layers
 from tp.training.data import (
     Conversation,
     EvaluationBatches,
@@ -183,9 +181,7 @@ def _check_held_out(training: TokenizedDataset, held_out: TokenizedDataset) -> N
         )
 
 
-def make_learner(
-    arguments: argparse.Namespace, recipe: Recipe, start: Start, groups: TrainingGroups, dtype: torch.dtype
-) -> Learner:
+def make_learner(recipe: Recipe, start: Start, groups: TrainingGroups, dtype: torch.dtype) -> Learner:
     """Model and optimiser as they are after `start.step` steps."""
     model = CausalLM(start.config, groups.tensor, dtype=parameter_dtype(dtype), device="meta")
     model.to_empty(device=groups.world.device)
@@ -199,9 +195,6 @@ def make_learner(
     groups.together(lambda: _fill(model, optimizer, recipe, start))
     if dtype != parameter_dtype(dtype):
         compute_in(model, dtype)
-    model.model.choose_layout = layout_rule(arguments.sequence_parallel)
-    if arguments.activation_checkpointing:
-        checkpoint_layers(model)
     return Learner(model, optimizer, groups.data, max_grad_norm=recipe.max_grad_norm)
 
 

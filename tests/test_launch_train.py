@@ -198,6 +198,29 @@ def test_a_checkpoint_is_fine_tuned_in_process(inputs: Path, tmp_path: Path, cap
     assert "is not what the run to resume was trained on" in refusal(capfd, [*tune, "--resume"])
 
 
+def test_the_layout_and_checkpointing_are_options(
+    inputs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from launch import training_run
+    from tp.layers.layout import ShardTokens, automatic_layout
+    from tp.models.decoder import run_layer
+    from tp.training.activation_checkpointing import run_checkpointed_layer
+
+    seen = []
+
+    class Trainer(training_run.Trainer):
+        def run(self, first_step: int = 0) -> int:
+            decoder = self.learner.model.model
+            seen.append((decoder.choose_layout, decoder.run_layer))
+            return super().run(first_step)
+
+    monkeypatch.setattr(training_run, "Trainer", Trainer)
+    options = ["--sequence-parallel", "on", "--activation-checkpointing"]
+    for name, chosen in (("plain", []), ("chosen", options)):
+        assert main(train_options(inputs, tmp_path / name, "--steps", "1", "--tp", "1", *chosen)) == 0
+    assert seen == [(automatic_layout, run_layer), (ShardTokens, run_checkpointed_layer)]
+
+
 @pytest.mark.long
 def test_what_sigterm_interrupted_is_in_the_end_the_same_bits(inputs: Path, tmp_path: Path) -> None:
     """Two ranks, two replicas of one; under torchrun the second time."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from argparse import Namespace
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
@@ -30,8 +29,7 @@ def make_training(source: str, dtype: str, group: TensorParallelGroup) -> Learne
     from tp.training.groups import TrainingGroups
 
     start = Start(config_of(source), (), None, None if is_config_alone(source) else source)
-    options = Namespace(sequence_parallel="auto", activation_checkpointing=False)
-    return make_learner(options, Recipe(), start, TrainingGroups.of(group), as_dtype(dtype))
+    return make_learner(Recipe(), start, TrainingGroups.of(group), as_dtype(dtype))
 
 
 def train(learner: Learner, request: TrainingRequest, now: Callable[[], float] = time.perf_counter) -> TrainingAnswer:
