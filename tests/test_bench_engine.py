@@ -181,7 +181,7 @@ def _traced(group, model_text, directory):
     one = replace(request, new_tokens=1, layout="on")
     trace_serving(model, TraceRequest(one, directory, f"prefill-{group.size}"))
     assert _hooks(model) == before == 0
-    assert ResidualStream.read.__name__ == "read" and "_timed" not in vars(group.communicator)
+    assert ResidualStream.read.__name__ == "read" and "run_collective" not in vars(group.communicator)
     learner = make_training(model_text, "float32", group)
     before = _hooks(learner.model)
     path = trace_training(learner, TraceRequest(TrainingRequest(1, 8, "on"), directory, f"train-{group.size}"))

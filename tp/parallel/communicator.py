@@ -107,7 +107,7 @@ class Communicator(ABC):
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
         """Sum over ranks of equally shaped tensors; the result has the tensor's dtype."""
-        return self._timed(tensor.nbytes, tensor, self._all_reduce)
+        return self.run_collective(tensor.nbytes, tensor, self._all_reduce)
 
     def all_gather(self, tensor: Tensor, sizes: Sequence[int]) -> Tensor:
         """Concatenation, in rank order along dim 0, of every rank's tensor.
@@ -118,7 +118,7 @@ class Communicator(ABC):
         """
         self._check_rows(tensor.shape[0], sizes[self.rank], "all_gather")
         nbytes = sum(sizes) * tensor.shape[1:].numel() * tensor.element_size()
-        return self._timed(nbytes, tensor, self._all_gather, sizes)
+        return self.run_collective(nbytes, tensor, self._all_gather, sizes)
 
     def all_gather_stacked(self, tensor: Tensor) -> Tensor:
         """[size, *shape]: every rank's tensor, in rank order; all have this one's shape."""
@@ -127,11 +127,25 @@ class Communicator(ABC):
     def reduce_scatter(self, tensor: Tensor, sizes: Sequence[int]) -> Tensor:
         """Sum over ranks of [sum(sizes), ...], of which this rank keeps its sizes[rank] rows."""
         self._check_rows(tensor.shape[0], sum(sizes), "reduce_scatter")
-        return self._timed(tensor.nbytes, tensor, self._reduce_scatter, sizes)
+        return self.run_collective(tensor.nbytes, tensor, self._reduce_scatter, sizes)
 
     def broadcast(self, tensor: Tensor, source: int = 0) -> Tensor:
         """The tensor of rank `source`; on the other ranks `tensor` gives shape, dtype and device."""
-        return self._timed(tensor.nbytes, tensor, self._broadcast, source)
+        return self.run_collective(tensor.nbytes, tensor, self._broadcast, source)
+
+    def run_collective(self, nbytes: int, tensor: Tensor, collective: Callable[..., R], *arguments: Any) -> R:
+        """`collective(tensor, *arguments)`, counted. Every collective goes through here: what wraps it sees them all.
+
+        Args:
+            nbytes: what `CommunicationStatistics` counts.
+            collective: the method that carries it out; its name, but for underscores, says what it is.
+        """
+        if tensor.is_cuda:
+            return self._timed_by_events(nbytes, tensor, collective, *arguments)
+        began = time.perf_counter()
+        result = collective(tensor, *arguments)
+        self.statistics.add(nbytes, time.perf_counter() - began)
+        return result
 
     def check_usable(self) -> None:  # noqa: B027  most have nothing that could refuse
         """What replays captured collectives asks first.
@@ -176,15 +190,6 @@ class Communicator(ABC):
         if rows != expected:
             raise CommunicationError(f"{operation} on rank {self.rank}: tensor has {rows} rows, sizes say {expected}")
 
-    def _timed(self, nbytes: int, tensor: Tensor, collective: Callable[..., R], *arguments: Any) -> R:
-        """`collective(tensor, *arguments)`, counted."""
-        if tensor.is_cuda:
-            return self._timed_by_events(nbytes, tensor, collective, *arguments)
-        began = time.perf_counter()
-        result = collective(tensor, *arguments)
-        self.statistics.add(nbytes, time.perf_counter() - began)
-        return result
-
     def _timed_by_events(self, nbytes: int, tensor: Tensor, collective: Callable[..., R], *arguments: Any) -> R:
         self.statistics.add(nbytes, 0.0)
         if is_being_captured(tensor):
@@ -206,7 +211,7 @@ class AloneCommunicator(Communicator):
     def all_gather_object(self, value: Any) -> list[Any]:
         return [value]
 
-    def _timed(self, nbytes: int, tensor: Tensor, collective: Callable[..., R], *arguments: Any) -> R:
+    def run_collective(self, nbytes: int, tensor: Tensor, collective: Callable[..., R], *arguments: Any) -> R:
         return collective(tensor, *arguments)
 
     def _all_reduce(self, tensor: Tensor) -> Tensor:

@@ -87,7 +87,7 @@ class SharedMemoryCommunicator(ProcessGroupCommunicator):
         self._refuse("the group belongs to the process that this one was forked from")
         self._segment.forget()
 
-    def _timed(self, nbytes: int, tensor: Tensor, collective: Callable[..., R], *arguments: Any) -> R:
+    def run_collective(self, nbytes: int, tensor: Tensor, collective: Callable[..., R], *arguments: Any) -> R:
         """`collective(tensor, *arguments)`; the C++ library counts and times it."""
         return collective(tensor, *arguments)
 
@@ -162,7 +162,7 @@ class SharedMemoryCommunicator(ProcessGroupCommunicator):
             partial: [N, D], this rank's addend; `supports_add_rms_norm` with rows N.
             bias: [D]. residual: [N, D]. weight: [D].
         """
-        return self._timed(partial.nbytes, partial, self._reduce_add_rms_norm, bias, residual, weight, eps)
+        return self.run_collective(partial.nbytes, partial, self._reduce_add_rms_norm, bias, residual, weight, eps)
 
     def reduce_scatter_add_rms_norm(
         self,
@@ -180,7 +180,7 @@ class SharedMemoryCommunicator(ProcessGroupCommunicator):
         """
         self._check_rows(partial.shape[0], sum(sizes), "reduce_scatter_add_rms_norm")
         scattered = self._reduce_scatter_add_rms_norm
-        return self._timed(partial.nbytes, partial, scattered, bias, residual, weight, eps, sizes)
+        return self.run_collective(partial.nbytes, partial, scattered, bias, residual, weight, eps, sizes)
 
     def _reduce_add_rms_norm(
         self, partial: Tensor, bias: Tensor | None, residual: Tensor | None, weight: Tensor, eps: float

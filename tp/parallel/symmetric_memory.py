@@ -131,7 +131,7 @@ class SymmetricMemoryCommunicator(NativeCommunicator):
         Args:
             tensor: this rank's, one that `takes`.
         """
-        result: R = self._timed(tensor.nbytes, tensor, self._with_addends, finish)
+        result: R = self.run_collective(tensor.nbytes, tensor, self._with_addends, finish)
         return result
 
     @property
@@ -148,7 +148,7 @@ class SymmetricMemoryCommunicator(NativeCommunicator):
         """
         self._check_rows(x.shape[0], sizes[self.rank], "all_gather_matmul")
         nbytes = sum(sizes) * x.shape[1] * x.element_size()
-        return self._timed(nbytes, x, self._all_gather_matmul, matrix, sizes)
+        return self.run_collective(nbytes, x, self._all_gather_matmul, matrix, sizes)
 
     def matmul_reduce_scatter(self, x: Tensor, matrix: Tensor, sizes: Sequence[int]) -> Tensor:
         """This rank's rows of Σ_ranks x · matrix, sent while the others are computed; one collective, a reduce-scatter.
@@ -160,7 +160,7 @@ class SymmetricMemoryCommunicator(NativeCommunicator):
         """
         self._check_rows(x.shape[0], sum(sizes), "matmul_reduce_scatter")
         nbytes = x.shape[0] * matrix.shape[1] * x.element_size()
-        return self._timed(nbytes, x, self._matmul_reduce_scatter, matrix, sizes)
+        return self.run_collective(nbytes, x, self._matmul_reduce_scatter, matrix, sizes)
 
     def _all_gather_matmul(self, x: Tensor, matrix: Tensor, sizes: Sequence[int]) -> tuple[Tensor, Tensor]:
         padded = pad_rows(x, sizes[0])

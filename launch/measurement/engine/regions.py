@@ -18,14 +18,13 @@ import contextlib
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
-from torch import nn
+from torch import Tensor, nn
 from torch.profiler import record_function
 
 from tp.layers.residual_stream import ResidualStream
 
 if TYPE_CHECKING:
     from tp.models import CausalLM
-    from tp.parallel.communicator import Communicator
 
 MODULES = {
     "embed_tokens": "embed",
@@ -57,7 +56,7 @@ def named_regions(model: CausalLM) -> Iterator[None]:
         stack.enter_context(named_function(ResidualStream, "read", lambda *_: "norm"))
         stack.enter_context(named_function(ResidualStream, "write", lambda _, __, site, *___: WRITES.get(site.point)))
         if model.group.size > 1:
-            stack.enter_context(_collectives(model.group.communicator))
+            stack.enter_context(named_function(model.group.communicator, "run_collective", _region_of_collective))
         yield
 
 
@@ -81,6 +80,10 @@ def collective_region(name: str) -> str:
     if operation.startswith("all_gather"):
         return f"gather: {operation}"
     return operation if operation == "broadcast" else f"reduce: {operation}"
+
+
+def _region_of_collective(nbytes: int, tensor: Tensor, collective: Callable[..., Any], *arguments: Any) -> str:
+    return collective_region(collective.__name__)
 
 
 @contextlib.contextmanager
@@ -123,12 +126,6 @@ class _OpenRegions:
     def leave(self, *_: Any) -> None:
         if self._open:
             self._open.pop().__exit__(None, None, None)
-
-
-@contextlib.contextmanager
-def _collectives(communicator: Communicator) -> Iterator[None]:
-    with named_function(communicator, "_timed", lambda _, __, collective, *___: collective_region(collective.__name__)):
-        yield
 
 
 @contextlib.contextmanager
