@@ -6,12 +6,18 @@ import pytest
 import torch
 from bounds import DTYPES, assert_agree
 
-from tp.kernels.reduce_add_rms_norm import add_rms_norm, plain_add_rms_norm
+import tp.kernels.reduce_add_rms_norm as module
+from tp.kernels.reduce_add_rms_norm import (
+    add_rms_norm,
+    plain_add_rms_norm,
+    reduce_add_rms_norm,
+    reduce_scatter_add_rms_norm,
+)
 from tp.kernels.triton.reduce_add_rms_norm import reduce_rows
 from tp.kernels.triton.symmetric_memory import one_shot, two_shot
-from tp.parallel.communicator import sum_in_rank_order
+from tp.parallel.communicator import Communicator, sum_in_rank_order
 from tp.parallel.partition import chunk_ranges
-from tp.parallel.symmetric_memory import Addends
+from tp.parallel.symmetric_memory import Addends, SymmetricMemoryCommunicator
 
 EPS = 1e-5
 
@@ -89,6 +95,43 @@ def test_shares_of_a_stream_that_is_sharded_by_tokens(device):
         for rows in chunk_ranges(7, 3)
     ]
     _agree([torch.cat(parts) for parts in zip(*shares, strict=True)], expected)
+
+
+class PlayedCommunicator(SymmetricMemoryCommunicator):
+    """Rank 1 of three, the addends of all of which are at hand."""
+
+    def __init__(self, addends, one_shot):
+        Communicator.__init__(self, 1, 3)
+        self._capacity = addends.own.nbytes
+        self.addends = addends
+        self.one_shot = one_shot
+
+    def in_one_shot(self, tensor):
+        return self.one_shot
+
+    def with_addends(self, tensor, finish):
+        assert tensor is self.addends.own
+        return finish(self.addends)
+
+
+@pytest.mark.parametrize("form", ["one shot", "two shots", "own rows"])
+def test_a_group_with_symmetric_memory_ends_its_sums_in_a_norm(device, form, monkeypatch):
+    monkeypatch.setattr(module, "uses_row_kernel", lambda name, tensor: True)
+    tensors, bias, residual, weight = _case(device, torch.bfloat16, 3, 7, 37)
+    expected = _expected(tensors, bias, residual, weight)
+
+    def others() -> None:
+        for rank in (0, 2):
+            reduce_rows(addends.addresses, tensors[rank], chunk_ranges(7, 3)[rank], bias)
+
+    addends = _addends(tensors, 1, others)
+    communicator = PlayedCommunicator(addends, form == "one shot")
+    if form == "own rows":
+        result = reduce_scatter_add_rms_norm(communicator, tensors[1], bias, residual[3:5], weight, EPS, [3, 2, 2])
+        expected = [whole[3:5] for whole in expected]
+    else:
+        result = reduce_add_rms_norm(communicator, tensors[1], bias, residual, weight, EPS)
+    _agree(result, expected)
 
 
 def test_the_sum_is_in_rank_order_and_rounded_before_the_residual(device):

@@ -9,6 +9,7 @@ own.)
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import TypeGuard
 
@@ -50,7 +51,14 @@ def reduce_add_rms_norm(
     if _fuses_in_shared_memory(communicator, partial, bias, residual, weight, partial.shape[0]):
         return communicator.reduce_add_rms_norm(partial, bias, residual, weight, eps)
     if _fuses_in_symmetric_memory(communicator, partial, bias, residual, weight):
-        return _reduce_in_symmetric_memory(communicator, partial, bias, residual, weight, eps)
+        from tp.kernels.triton.symmetric_memory import one_shot, two_shot
+
+        if communicator.in_one_shot(partial):
+            rows = range(len(partial))
+            finish = functools.partial(one_shot, rows=rows, bias=bias, residual=residual, weight=weight, eps=eps)
+        else:
+            finish = functools.partial(two_shot, bias=bias, residual=residual, weight=weight, eps=eps)
+        return communicator.with_addends(partial, finish)
     return add_rms_norm(communicator.all_reduce(partial), bias, residual, weight, eps)
 
 
@@ -74,9 +82,12 @@ def reduce_scatter_add_rms_norm(
     if _fuses_in_shared_memory(communicator, partial, bias, residual, weight, sizes[communicator.rank]):
         return communicator.reduce_scatter_add_rms_norm(partial, bias, residual, weight, eps, sizes)
     if _fuses_in_symmetric_memory(communicator, partial, bias, residual, weight):
+        from tp.kernels.triton.symmetric_memory import one_shot
+
         first = sum(sizes[: communicator.rank])
-        own_rows = range(first, first + sizes[communicator.rank])
-        return _reduce_rows_in_symmetric_memory(communicator, partial, own_rows, bias, residual, weight, eps)
+        rows = range(first, first + sizes[communicator.rank])
+        finish = functools.partial(one_shot, rows=rows, bias=bias, residual=residual, weight=weight, eps=eps)
+        return communicator.with_addends(partial, finish)
     return add_rms_norm(communicator.reduce_scatter(partial, sizes), bias, residual, weight, eps)
 
 
@@ -132,34 +143,3 @@ def _fuses_in_symmetric_memory(
 
 def _alike(update: Tensor, bias: Tensor | None, residual: Tensor | None) -> bool:
     return all(operand is None or operand.dtype == update.dtype for operand in (bias, residual))
-
-
-def _reduce_in_symmetric_memory(
-    communicator: SymmetricMemoryCommunicator,
-    partial: Tensor,
-    bias: Tensor | None,
-    residual: Tensor | None,
-    weight: Tensor,
-    eps: float,
-) -> tuple[Tensor, Tensor]:
-    if communicator.in_one_shot(partial):
-        return _reduce_rows_in_symmetric_memory(
-            communicator, partial, range(len(partial)), bias, residual, weight, eps
-        )  # fmt: skip
-    from tp.kernels.triton.symmetric_memory import two_shot
-
-    return communicator.with_addends(partial, lambda addends: two_shot(addends, bias, residual, weight, eps))
-
-
-def _reduce_rows_in_symmetric_memory(
-    communicator: SymmetricMemoryCommunicator,
-    partial: Tensor,
-    rows: range,
-    bias: Tensor | None,
-    residual: Tensor | None,
-    weight: Tensor,
-    eps: float,
-) -> tuple[Tensor, Tensor]:
-    from tp.kernels.triton.symmetric_memory import one_shot
-
-    return communicator.with_addends(partial, lambda addends: one_shot(addends, rows, bias, residual, weight, eps))
