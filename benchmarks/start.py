@@ -2,8 +2,8 @@
 
     python benchmarks/start.py --model DIRECTORY --tp 2 [--compare vllm] [--json FILE]
 
-The model's files are in the page cache. A warm-up start comes first, which fills the caches that systems keep of what
-they compile. docs/benchmarks.md says more.
+Each start that counts follows one that does not, which brings files into the page cache and fills the caches that
+systems keep of what they compile. docs/benchmarks.md says more.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from launch.measurement.command_line import (
     tell,
     write_json,
 )
-from launch.measurement.interleaving import WARM_UP, Turn, interleave
+from launch.measurement.interleaving import Turn, interleave
 from launch.measurement.lineup import lineup
 from launch.measurement.model_facts import model_facts
 from launch.measurement.peers.task import Task
 from launch.measurement.requests import random_request
 from launch.measurement.start_table import print_starts, start_fields
-from launch.measurement.starting import read_into_page_cache, seconds_to_first_token
+from launch.measurement.starting import seconds_to_first_token
 from launch.process_guard import ProcessGuard
 
 
@@ -46,21 +46,19 @@ def run(arguments: argparse.Namespace) -> None:
     contestants = lineup(task, arguments.tp, arguments.compare, arguments.threads)
     facts = model_facts(arguments.model, arguments.dtype)
     request = random_request(1, arguments.prompt_tokens, 1, facts.vocab_size)
-    tell(f"{read_into_page_cache(arguments.model) / 1e9:.2f} GB of files are in the page cache")
     with ProcessGuard() as guard:
         actions = {
             contestant.name: partial(seconds_to_first_token, contestant, request, guard, arguments.patience)
             for contestant in contestants
         }
-        rounds = interleave(actions, rounds=arguments.runs, watch=report_turn)
+        rounds = interleave(actions, rounds=arguments.runs, warm_ups=0, watch=report_turn)
     show(arguments, lambda console: print_starts(console, rounds))
     write_json(arguments, start_fields(rounds))
 
 
 def report_turn(turn: Turn[float]) -> None:
     """Progress."""
-    when = "warm-up" if turn.round == WARM_UP else f"round {turn.round} of {turn.rounds}"
-    tell(f"{when}: {turn.contestant}: {turn.result:.2f} s")
+    tell(f"round {turn.round} of {turn.rounds}: {turn.contestant}: {turn.result:.2f} s")
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import textwrap
 import time
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -33,7 +34,7 @@ from launch.measurement.peers.vllm import cores_of_workers
 from launch.measurement.read_bandwidth import ReadBandwidth
 from launch.measurement.reader import PIECE_BYTES
 from launch.measurement.requests import DecodeAnswer, DecodeRequest, random_request
-from launch.measurement.rows import row, same_ids
+from launch.measurement.rows import Served, row, same_ids
 from launch.measurement.serving import TokenClock
 from launch.measurement.spread import Spread, paired_ratio
 from launch.measurement.starting import seconds_to_first_token
@@ -305,7 +306,7 @@ def test_a_tree_knows_its_members_after_their_parent_has_gone():
     wait_for(lambda: state(grandchild) == "")
 
 
-def test_start_to_first_token_ends_the_contestant(guard):
+def test_start_to_first_token_is_a_second_start_and_ends_both(guard):
     found = []
     original = Child.wait_until_ready
 
@@ -317,7 +318,8 @@ def test_start_to_first_token_ends_the_contestant(guard):
         patch.setattr(Child, "wait_until_ready", remember)
         seconds = seconds_to_first_token(contestant(ANSWERS), REQUEST, guard, 10.0)
     assert 0.0 < seconds < 10.0
-    assert state(found[0]) == ""
+    assert len(found) == 2
+    assert [state(pid) for pid in found] == ["", ""]
 
 
 def test_readers_read_at_the_same_time_and_end():
@@ -328,18 +330,18 @@ def test_readers_read_at_the_same_time_and_end():
     assert [state(pid) for pid in pids] == ["", ""]
 
 
-def answers(*times, ids=((7, 7, 7),)):
-    return [DecodeAnswer(10 * time, time, time, 1e3 / time, ids) for time in times]
+def served(*times, ids=((7, 7, 7),), reads=(1e9, 1e9)):
+    answers = [DecodeAnswer(10 * time, time, time, 1e3 / time, ids) for time in times]
+    return [Served(answer, read) for answer, read in zip(answers, reads, strict=False)]
 
 
-def test_a_row_is_worked_out_from_the_same_rounds():
-    """988 MB in 40 ms are 24.7 GB/s; of 49.4 GB/s they are a half, in a quiet round as in a slow one."""
+def test_a_row_is_worked_out_from_the_same_turns():
+    """988 MB in 40 ms are 24.7 GB/s; of 49.4 GB/s they are a half, in a quiet turn as in a slow one."""
     case = Case("decode", 1, 64, 3)
     found = row(
         case,
         Contestant("peer", 2, 1, lambda: Command([])),
-        {"own tp=2": answers(20.0, 40.0), "peer tp=2": answers(40.0, 80.0, ids=((7, 8, 7),))},
-        [49.4e9, 24.7e9],
+        {"own tp=2": served(20.0, 40.0), "peer tp=2": served(40.0, 80.0, ids=((7, 8, 7),), reads=(49.4e9, 24.7e9))},
         ModelFacts(1000, 988_000_000),
     )
     assert found.milliseconds == Spread.of([40.0, 80.0])
@@ -352,15 +354,15 @@ def test_a_row_is_worked_out_from_the_same_rounds():
 def test_prefill_counts_prompt_tokens_and_reads_no_weights_a_token():
     case = Case("prefill", 1, 64, 1)
     mine = Contestant("own", 1, 2, lambda: Command([]))
-    found = row(case, mine, {"own tp=1": answers(3.2)}, [], ModelFacts(1000, 1))
+    found = row(case, mine, {"own tp=1": served(3.2)}, ModelFacts(1000, 1))
     assert found.milliseconds.median == 32.0
     assert found.tokens_per_s.median == pytest.approx(2000.0)
-    assert (found.weights_gb_per_s, found.read_share, found.read_gb_per_s) == (None, None, None)
+    assert (found.weights_gb_per_s, found.read_share) == (None, None)
 
 
 def test_ids_count_as_the_same_up_to_the_first_that_is_not():
-    one, other = answers(1.0, ids=((1, 2, 3), (4, 5, 6)))[0], answers(1.0, ids=((1, 0, 3), (4, 5, 6)))[0]
-    assert same_ids(one, other) == pytest.approx(4 / 6)
+    one, other = served(1.0, ids=((1, 2, 3), (4, 5, 6)))[0], served(1.0, ids=((1, 0, 3), (4, 5, 6)))[0]
+    assert same_ids(one.answer, other.answer) == pytest.approx(4 / 6)
 
 
 class SmallReader(ReadBandwidth):
@@ -381,12 +383,39 @@ def test_a_comparison_lists_failures_beside_rows(monkeypatch):
     assert any("decode, batch 2, 8 prompt tokens: round 2 of 2: peer tp=1: 1.0 ms a token" in line for line in told)
 
 
+def test_reads_are_directly_before_and_after_a_turn(monkeypatch):
+    events, rates = [], iter([1e9, 3e9])
+
+    class Recorder(SmallReader):
+        def bytes_per_second(self, seconds=0.3):
+            events.append(self.name)
+            return next(rates)
+
+    def decode(field, name, request, timeout_s):
+        events.append(name)
+        return served(1.0)[0].answer
+
+    monkeypatch.setattr(decoding, "ReadBandwidth", Recorder)
+    monkeypatch.setattr(decoding, "interleave", partial(interleave, warm_ups=0))
+    monkeypatch.setattr(Field, "decode", decode)
+    found = compare(
+        [contestant(ANSWERS)],
+        [Case("decode", 1, 8, 3)],
+        ModelFacts(100, 10**6),
+        rounds=1,
+        timeout_s=10.0,
+        watch=lambda line: None,
+    )
+    assert events == ["memory read, 1 x 1", "fake tp=1", "memory read, 1 x 1"]
+    assert found.rows[0].read_gb_per_s.median == 2.0
+
+
 def test_the_table_and_the_json_say_the_same(monkeypatch):
     from rich.console import Console
 
     made = Contestant("peer", 2, 1, lambda: Command([]))
-    times = {"own tp=2": answers(20.0), "peer tp=2": answers(40.0)}
-    found = row(Case("decode", 1, 64, 3), made, times, [49.4e9], ModelFacts(1000, 988_000_000))
+    turns = {"own tp=2": served(20.0), "peer tp=2": served(40.0, reads=[49.4e9])}
+    found = row(Case("decode", 1, 64, 3), made, turns, ModelFacts(1000, 988_000_000))
     comparison = Comparison((found,), {"vllm tp=2": "RuntimeError: [no] such instruction"})
     console = Console(file=io.StringIO(), width=140)
     print_comparison(console, comparison)

@@ -1,22 +1,21 @@
-"""Prefill and decode of several contestants in turns, beside the memory read bandwidth of the same rounds."""
+"""Prefill and decode of several contestants in turns, each beside the memory read bandwidth at that moment."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal
 
 from launch.measurement.contestants import Contestant, Field
 from launch.measurement.interleaving import WARM_UP, Rounds, Turn, interleave
 from launch.measurement.model_facts import ModelFacts
 from launch.measurement.read_bandwidth import ReadBandwidth
-from launch.measurement.requests import DecodeAnswer, random_request
-from launch.measurement.rows import Row, row
+from launch.measurement.requests import random_request
+from launch.measurement.rows import Row, Served, row
 
 Phase = Literal["prefill", "decode"]
-Measured = DecodeAnswer | float
-"""What a turn gives: a contestant's answer, or the bytes a second that readers read."""
 
 
 @dataclass(frozen=True)
@@ -67,7 +66,7 @@ def compare(
         watch: told what goes on, in one line each time.
 
     Raises:
-        ContestantError: the memory readers could not run.
+        ContestantError: the memory readers could not start.
     """
     rows: list[Row] = []
     with ExitStack() as stack:
@@ -78,7 +77,7 @@ def compare(
         for case in cases:
             present = [c for c in contestants if c.name not in field.failures]
             measured = _measure(case, field, present, readers, facts, rounds, timeout_s, watch)
-            rows += _rows(case, present, readers, measured, facts)
+            rows += [row(case, c, measured.results, facts) for c in present if c.name in measured.results]
             field.failures.update(measured.failures)
         return Comparison(tuple(rows), dict(field.failures))
 
@@ -92,44 +91,24 @@ def _measure(
     rounds: int,
     timeout_s: float,
     watch: Callable[[str], None],
-) -> Rounds[Measured]:
+) -> Rounds[Served]:
     request = random_request(case.batch, case.prompt_tokens, case.new_tokens, facts.vocab_size)
-    actions: dict[str, Callable[[], Measured]] = {
-        contestant.name: lambda name=contestant.name: field.decode(name, request, timeout_s)  # type: ignore[misc]
-        for contestant in contestants
-    }
-    actions.update({reader.name: reader.bytes_per_second for reader in readers.values()})
+
+    def serve(contestant: Contestant) -> Served:
+        read = readers[contestant.processes, contestant.threads].bytes_per_second
+        before = read()
+        answer = field.decode(contestant.name, request, timeout_s)
+        return Served(answer, (before + read()) / 2)
+
+    actions = {contestant.name: partial(serve, contestant) for contestant in contestants}
     return interleave(actions, rounds=rounds, watch=lambda turn: watch(_progress_line(case, turn)))
 
 
-def _rows(
-    case: Case,
-    contestants: Sequence[Contestant],
-    readers: Mapping[tuple[int, int], ReadBandwidth],
-    measured: Rounds[Measured],
-    facts: ModelFacts,
-) -> list[Row]:
-    answers = {
-        name: [result for result in results if isinstance(result, DecodeAnswer)]
-        for name, results in measured.results.items()
-    }
-    rates = {
-        shape: [float(rate) for rate in measured.results.get(reader.name, []) if not isinstance(rate, DecodeAnswer)]
-        for shape, reader in readers.items()
-    }
-    return [
-        row(case, contestant, answers, rates[contestant.processes, contestant.threads], facts)
-        for contestant in contestants
-        if contestant.name in measured.results
-    ]
-
-
-def _progress_line(case: Case, turn: Turn[Measured]) -> str:
+def _progress_line(case: Case, turn: Turn[Served]) -> str:
     when = "warm-up" if turn.round == WARM_UP else f"round {turn.round} of {turn.rounds}"
-    if not isinstance(turn.result, DecodeAnswer):
-        what = f"{turn.result / 1e9:.1f} GB/s"
-    elif case.phase == "prefill":
-        what = f"{turn.result.ttft_ms:.1f} ms"
+    answer = turn.result.answer
+    if case.phase == "prefill":
+        what = f"{answer.ttft_ms:.1f} ms"
     else:
-        what = f"{turn.result.tpot_ms:.1f} ms a token, {turn.result.tokens_per_s:.1f} tokens/s"
-    return f"{case}: {when}: {turn.contestant}: {what}"
+        what = f"{answer.tpot_ms:.1f} ms a token, {answer.tokens_per_s:.1f} tokens/s"
+    return f"{case}: {when}: {turn.contestant}: {what}, beside reads at {turn.result.read_bytes_per_s / 1e9:.1f} GB/s"

@@ -1,4 +1,4 @@
-"""A contestant's results in one case, worked out from what was measured in the same rounds."""
+"""A contestant's results in one case, worked out from what was measured in its turns."""
 
 from __future__ import annotations
 
@@ -17,6 +17,18 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
+class Served:
+    """One turn of a contestant.
+
+    Attributes:
+        read_bytes_per_s: mean memory read bandwidth directly before and after, of as many processes and threads.
+    """
+
+    answer: DecodeAnswer
+    read_bytes_per_s: float
+
+
+@dataclass(frozen=True)
 class Row:
     """One contestant in one case.
 
@@ -27,9 +39,9 @@ class Row:
         tokens_per_s: prefill: prompt tokens; decode: new tokens; of all sequences.
         own_speed: by contestant of this project, how many times as fast it is, paired by round.
         same_ids: by contestant of this project, the share of new ids that are equal up to the first that is not.
-        read_gb_per_s: memory read bandwidth of as many processes and threads, GB/s; None where it could not be read.
+        read_gb_per_s: memory read bandwidth of as many processes and threads, GB/s.
         weights_gb_per_s: decode: weights read a second, GB/s; None for prefill.
-        read_share: decode: weights read a second by the read bandwidth of the same round; None for prefill.
+        read_share: decode: weights read a second by the read bandwidth beside it; None for prefill.
     """
 
     contestant: str
@@ -44,7 +56,7 @@ class Row:
     tokens_per_s: Spread
     own_speed: Mapping[str, float]
     same_ids: Mapping[str, float]
-    read_gb_per_s: Spread | None
+    read_gb_per_s: Spread
     weights_gb_per_s: Spread | None
     read_share: Spread | None
 
@@ -52,21 +64,21 @@ class Row:
 def row(
     case: Case,
     contestant: Contestant,
-    answers: Mapping[str, Sequence[DecodeAnswer]],
-    read_bytes_per_s: Sequence[float],
+    served: Mapping[str, Sequence[Served]],
     facts: ModelFacts,
 ) -> Row:
     """The row of a contestant.
 
     Args:
-        answers: of all contestants that lasted, by name, one a round.
-        read_bytes_per_s: what readers of the contestant's shape reached, one a round; empty if they failed.
+        served: of all contestants that lasted, by name, one a round.
     """
+    answers = {name: [turn.answer for turn in turns] for name, turns in served.items()}
+    reads = [turn.read_bytes_per_s for turn in served[contestant.name]]
     mine = answers[contestant.name]
     times = milliseconds(case, mine)
     ours = {name: others for name, others in answers.items() if name.startswith(f"{own.NAME} ")}
     rates = [1e3 * facts.step_bytes / time for time in times] if case.phase == "decode" else []
-    shares = [rate / limit for rate, limit in zip(rates, read_bytes_per_s, strict=False)]
+    shares = [rate / read for rate, read in zip(rates, reads, strict=False)]
     tokens = case.batch * (1 if case.phase == "decode" else case.prompt_tokens)
     return Row(
         contestant=contestant.name,
@@ -81,7 +93,7 @@ def row(
         tokens_per_s=Spread.of(1e3 * tokens / time for time in times),
         own_speed={name: paired_ratio(times, milliseconds(case, others)) for name, others in ours.items()},
         same_ids={name: same_ids(mine[0], others[0]) for name, others in ours.items()},
-        read_gb_per_s=Spread.of(rate / 1e9 for rate in read_bytes_per_s) if read_bytes_per_s else None,
+        read_gb_per_s=Spread.of(read / 1e9 for read in reads),
         weights_gb_per_s=Spread.of(rate / 1e9 for rate in rates) if rates else None,
         read_share=Spread.of(shares) if shares else None,
     )

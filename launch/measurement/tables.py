@@ -65,8 +65,6 @@ def _table(rows: list[Row]) -> Table:
 def _cells(row: Row, ours: list[str]) -> list[str]:
     who = f"{row.contestant} ({row.processes} x {row.threads})"
     weights = f"{row.weights_gb_per_s.median:.1f}" if row.weights_gb_per_s else ""
-    share = (
-        f"{row.read_share.median:.0%} of {row.read_gb_per_s.median:.1f}" if row.read_share and row.read_gb_per_s else ""
-    )
+    share = f"{row.read_share.median:.0%} of {row.read_gb_per_s.median:.1f}" if row.read_share else ""
     speeds = ["" if name == row.contestant else f"{row.own_speed[name]:.2f}x" for name in ours]
     return [who, spread_text(row.milliseconds), f"{row.tokens_per_s.median:,.1f}", weights, share, *speeds]
