@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import sys
 
+from launch.measurement.cases import Case
 from launch.measurement.command_line import (
     add_shared_options,
     integers,
@@ -20,7 +21,7 @@ from launch.measurement.command_line import (
     tell,
     write_json,
 )
-from launch.measurement.decoding import Case, compare
+from launch.measurement.decoding import compare
 from launch.measurement.lineup import lineup
 from launch.measurement.model_facts import model_facts
 from launch.measurement.peers.task import Task

@@ -19,10 +19,11 @@ import torch
 from benchmarks import collectives, decode
 from launch.arguments import Parser
 from launch.measurement import decoding
+from launch.measurement.cases import Case
 from launch.measurement.child import Child, Command
 from launch.measurement.command_line import add_shared_options
 from launch.measurement.contestants import Contestant, Field
-from launch.measurement.decoding import Case, Comparison, compare
+from launch.measurement.decoding import Comparison, compare
 from launch.measurement.errors import ContestantError
 from launch.measurement.interleaving import WARM_UP, interleave
 from launch.measurement.lineup import lineup

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.planner_parts.comparison import RESULTS, Comparison
-from launch.measurement.decoding import Case
+from launch.measurement.cases import Case
 from launch.measurement.spread import Spread
 from launch.planning.machine import Measurements, Subject
 from tp.config import ModelConfig

@@ -6,34 +6,14 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
-from typing import Literal
 
+from launch.measurement.cases import Case
 from launch.measurement.contestants import Contestant, Field
 from launch.measurement.interleaving import WARM_UP, Rounds, Turn, interleave
 from launch.measurement.model_facts import ModelFacts
 from launch.measurement.read_bandwidth import ReadBandwidth
 from launch.measurement.requests import random_request
 from launch.measurement.rows import Row, Served, row
-
-Phase = Literal["prefill", "decode"]
-
-
-@dataclass(frozen=True)
-class Case:
-    """One thing to measure.
-
-    Attributes:
-        phase: prefill is the time to the first token; decode is the time between tokens.
-        new_tokens: of each sequence; 1 for prefill.
-    """
-
-    phase: Phase
-    batch: int
-    prompt_tokens: int
-    new_tokens: int
-
-    def __str__(self) -> str:
-        return f"{self.phase}, batch {self.batch}, {self.prompt_tokens} prompt tokens"
 
 
 @dataclass(frozen=True)

@@ -4,16 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
+from launch.measurement.cases import Case
 from launch.measurement.contestants import Contestant
 from launch.measurement.model_facts import ModelFacts
 from launch.measurement.peers import own
 from launch.measurement.requests import DecodeAnswer
 from launch.measurement.spread import Spread, paired_ratio
-
-if TYPE_CHECKING:
-    from launch.measurement.decoding import Case
 
 
 @dataclass(frozen=True)

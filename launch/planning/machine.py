@@ -9,10 +9,10 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
 
+from launch.measurement.cases import Case
 from launch.measurement.child import Child, Command
 from launch.measurement.command_line import tell
 from launch.measurement.contestants import Contestant, Field
-from launch.measurement.decoding import Case
 from launch.measurement.errors import ContestantError
 from launch.measurement.interleaving import WARM_UP, Turn, interleave
 from launch.measurement.model_facts import text_of_config
