@@ -13,6 +13,7 @@ DISABLE_VARIABLE = "TP_DECODER_DISABLE"
 OPERATIONS = (
     "argmax_and_sum_exp",
     "cache_attention",
+    "core_binding",
     "cross_entropy",
     "decode_attention",
     "decode_graphs",

@@ -23,6 +23,7 @@ from tp.parallel.communicator import (
     OrderedCommunicator,
     gather_objects,
 )
+from tp.parallel.core_binding import bind_to_own_cores
 from tp.parallel.hosts import gpu_id, this_host
 from tp.parallel.shared_memory import host_or_gloo
 from tp.parallel.symmetric_memory import symmetric_or_nccl
@@ -117,8 +118,8 @@ class TensorParallelGroup:
     ) -> TensorParallelGroup:
         """The group of all ranks that a launcher (torchrun) started: RANK, LOCAL_RANK, WORLD_SIZE, MASTER_*.
 
-        Initialises torch.distributed where it is not yet, after binding the device. Without those variables,
-        or with WORLD_SIZE=1, the group is `alone`.
+        Initialises torch.distributed where it is not yet, after binding the device; on CPUs each rank is bound to cores
+        of its own, see `tp.parallel.core_binding`. Without those variables, or with WORLD_SIZE=1, the group is `alone`.
 
         Args:
             backend: "nccl" or "gloo"; by default nccl on CUDA, gloo on CPU.
@@ -153,6 +154,8 @@ class TensorParallelGroup:
         assert world is not None
         group = cls.from_process_group(world, bound)
         group._made_world = makes_world
+        if bound.type == "cpu":
+            bind_to_own_cores(group.communicator)
         if makes_world and backend == "gloo":
             atexit.register(group._close_at_exit)
         return group
