@@ -11,8 +11,8 @@
 #include <type_traits>
 #include <vector>
 
-#include "exponential.h"
 #include "lanes.h"
+#include "softmax.h"
 #include "tape.h"
 #include "threads.h"
 #include "vectors.h"
@@ -149,21 +149,10 @@ struct Softmax {
 
   // scores ← exp(scores · scale − largest), after what there is was made to fit a new largest one.
   void add(int64_t head, float* scores, float scale) {
-    Floats most = load(scores);
-    for (int64_t i = kLanes; i < kBlock; i += kLanes) {
-      const Floats other = load(scores + i);
-      most = most > other ? most : other;
-    }
     const float before = largest[head];
-    largest[head] = std::max(before, maximum(most) * scale);
-    Floats total = {};
-    for (int64_t i = 0; i < kBlock; i += kLanes) {
-      const Floats value = exponential(load(scores + i) * scale - largest[head]);
-      std::memcpy(scores + i, &value, sizeof value);
-      total += value;
-    }
+    const Floats added = exponentials<kBlock>(scores, scale, &largest[head]);
     const float shrink = std::exp(before - largest[head]);
-    sum[head] = sum[head] * shrink + tp::sum(total);
+    sum[head] = sum[head] * shrink + tp::sum(added);
     const int64_t width = outputs.size() / largest.size();
     for (int64_t c = 0; c < width; ++c) outputs[head * width + c] = outputs[head * width + c] * shrink;
   }

@@ -9,6 +9,7 @@
 #include <cstring>
 #include <type_traits>
 
+#include "products.h"
 #include "scratch.h"
 #include "tape.h"
 #include "threads.h"
@@ -29,58 +30,45 @@ constexpr int64_t kTileWidth = kVectors * kLanes;  // outputs of a tile
 constexpr int64_t kWidth = 64;                     // outputs of a panel: whole tiles
 constexpr int64_t kMostRows = 2048;                // that meet a packed panel: their totals are 512 KiB
 
-// How the CPU multiplies: what lies in a panel, and how rows of x meet it.
+using Element = Operand<BFloat16>::Element;            // of a panel
+constexpr int64_t kTerms = Operand<BFloat16>::kTerms;  // columns of weights in an element
+
+// How a pair of columns is put into a panel, and the elements of at most kRows rows of x that meet it.
 #if defined(__AVX512BF16__)
-struct Products {
-  using Packed = uint32_t;                    // two columns of weights
-  static constexpr int64_t kPacked = 2;       // columns
-  static constexpr int64_t kColumns = 2048;   // of a panel: 256 KiB
+constexpr int64_t kColumns = 2048;  // of a panel: 256 KiB
 
-  static void put(Words pairs, int64_t pair, Packed* panel, int64_t stride) {
-    std::memcpy(panel + pair * stride, &pairs, sizeof pairs);
+void put(Words pairs, int64_t pair, Element* panel, int64_t stride) {
+  std::memcpy(panel + pair * stride, &pairs, sizeof pairs);
+}
+
+struct Rows {  // read where they are
+  const BFloat16* x;
+  int64_t stride;
+
+  Rows(const BFloat16* x, int64_t stride, int64_t, int64_t) : x(x), stride(stride) {}
+  Element operator()(int64_t row, int64_t pair) const {
+    Element both;
+    std::memcpy(&both, x + row * stride + 2 * pair, sizeof both);
+    return both;
   }
-
-  // At most kRows rows of x: where they are.
-  struct Rows {
-    const BFloat16* x;
-    int64_t stride;
-
-    Rows(const BFloat16* x, int64_t stride, int64_t, int64_t) : x(x), stride(stride) {}
-    Words operator()(int64_t row, int64_t pair) const {
-      uint32_t both;
-      std::memcpy(&both, x + row * stride + 2 * pair, sizeof both);
-      return Words{} + both;
-    }
-  };
-
-  static Words load(const Packed* from) { return load_words(from); }
-  static Floats add(Floats total, Words weights, Words x) { return dot_pairs(total, weights, x); }
 };
 #else
-struct Products {
-  using Packed = float;
-  static constexpr int64_t kPacked = 1;
-  static constexpr int64_t kColumns = 256;  // of a panel: 64 KiB
+constexpr int64_t kColumns = 256;  // of a panel: 64 KiB
 
-  static void put(Words pairs, int64_t pair, Packed* panel, int64_t stride) {
-    const Floats evens = even(pairs), odds = odd(pairs);
-    std::memcpy(panel + 2 * pair * stride, &evens, sizeof evens);
-    std::memcpy(panel + (2 * pair + 1) * stride, &odds, sizeof odds);
+void put(Words pairs, int64_t pair, Element* panel, int64_t stride) {
+  const Floats evens = even(pairs), odds = odd(pairs);
+  std::memcpy(panel + 2 * pair * stride, &evens, sizeof evens);
+  std::memcpy(panel + (2 * pair + 1) * stride, &odds, sizeof odds);
+}
+
+struct Rows {  // widened once for all tiles
+  float x[kRows][kColumns];
+
+  Rows(const BFloat16* from, int64_t stride, int64_t rows, int64_t columns) {
+    for (int64_t row = 0; row < rows; ++row)
+      for (int64_t k = 0; k < columns; ++k) x[row][k] = to_float(from[row * stride + k]);
   }
-
-  // At most kRows rows of x, widened.
-  struct Rows {
-    float x[kRows][kColumns];
-
-    Rows(const BFloat16* from, int64_t stride, int64_t rows, int64_t columns) {
-      for (int64_t row = 0; row < rows; ++row)
-        for (int64_t k = 0; k < columns; ++k) x[row][k] = to_float(from[row * stride + k]);
-    }
-    Floats operator()(int64_t row, int64_t column) const { return broadcast(x[row][column]); }
-  };
-
-  static Floats load(const Packed* from) { return tp::load(from); }
-  static Floats add(Floats total, Floats weights, Floats x) { return add_product(total, weights, x); }
+  Element operator()(int64_t row, int64_t column) const { return x[row][column]; }
 };
 #endif
 
@@ -96,14 +84,12 @@ struct Gemm {
 };
 
 // Packs `pairs` pairs of columns, at most kLanes, of `count` rows of weights as panel[column, row].
-void pack_square(const BFloat16* weight, int64_t columns, int64_t count, int64_t pairs, Products::Packed* panel,
-                 int64_t stride) {
+void pack_square(const BFloat16* weight, int64_t columns, int64_t count, int64_t pairs, Element* panel, int64_t stride) {
   transpose_words(weight, 2 * columns, count, pairs,
-                  [=](int64_t pair, Words words) { Products::put(words, pair, panel, stride); });
+                  [=](int64_t pair, Words words) { put(words, pair, panel, stride); });
 }
 
-void pack_square(const int8_t* weight, int64_t columns, int64_t count, int64_t pairs, Products::Packed* panel,
-                 int64_t stride) {
+void pack_square(const int8_t* weight, int64_t columns, int64_t count, int64_t pairs, Element* panel, int64_t stride) {
   BFloat16 wide[kLanes][2 * kLanes];
   for (int64_t i = 0; i < count; ++i)
     for (int64_t j = 0; j < 2 * pairs; ++j) store(&wide[i][j], to_float(weight[i * columns + j]));
@@ -114,26 +100,26 @@ void pack_square(const int8_t* weight, int64_t columns, int64_t count, int64_t p
 // beyond are zeros. visit(first output, place in the panel, registers of the tile) for each of them.
 template <typename Visit>
 void for_each_tile(int64_t count, int64_t size, const Visit& visit) {
-  const int64_t depth = size / Products::kPacked;
+  const int64_t depth = size / kTerms;
   int64_t n = 0;
   for (; n + kTileWidth <= count; n += kTileWidth) visit(n, n * depth, std::integral_constant<int, kVectors>());
   for (; n < count; n += kLanes) visit(n, n * depth, std::integral_constant<int, 1>());
 }
 
 template <typename Weight>
-void pack(const Gemm<Weight>& p, int64_t n, int64_t count, int64_t k, int64_t size, Products::Packed* panel) {
+void pack(const Gemm<Weight>& p, int64_t n, int64_t count, int64_t k, int64_t size, Element* panel) {
   for_each_tile(count, size, [&](int64_t first, int64_t place, auto vectors) {
     constexpr int64_t kStride = vectors * kLanes;
     for (int64_t i = 0; i < kStride; i += kLanes)
       for (int64_t j = 0; j < size; j += 2 * kLanes)
         pack_square(p.weight + (n + first + i) * p.columns + k + j, p.columns, std::min(kLanes, count - first - i),
-                    std::min(kLanes, (size - j) / 2), panel + place + j / Products::kPacked * kStride + i, kStride);
+                    std::min(kLanes, (size - j) / 2), panel + place + j / kTerms * kStride + i, kStride);
   });
 }
 
 // totals[m, n] += Σ_k x[m, k] panel[k, n] of kTileRows rows and kTileVectors registers of outputs.
 template <int kTileRows, int kTileVectors>
-void tile(const Products::Rows& x, const Products::Packed* panel, int64_t depth, float* totals) {
+void tile(const Rows& x, const Element* panel, int64_t depth, float* totals) {
   constexpr int64_t kStride = kTileVectors * kLanes;
   Floats sums[kTileRows][kTileVectors];
 #pragma GCC unroll 6
@@ -142,13 +128,13 @@ void tile(const Products::Rows& x, const Products::Packed* panel, int64_t depth,
     for (int i = 0; i < kTileVectors; ++i) sums[m][i] = load(totals + m * kWidth + i * kLanes);
 #pragma GCC unroll 2
   for (int64_t k = 0; k < depth; ++k) {
-    decltype(Products::load(panel)) weights[kTileVectors];
+    decltype(load(panel)) weights[kTileVectors];
 #pragma GCC unroll 4
-    for (int i = 0; i < kTileVectors; ++i) weights[i] = Products::load(panel + k * kStride + i * kLanes);
+    for (int i = 0; i < kTileVectors; ++i) weights[i] = load(panel + k * kStride + i * kLanes);
 #pragma GCC unroll 6
     for (int m = 0; m < kTileRows; ++m)
 #pragma GCC unroll 4
-      for (int i = 0; i < kTileVectors; ++i) sums[m][i] = Products::add(sums[m][i], weights[i], x(m, k));
+      for (int i = 0; i < kTileVectors; ++i) sums[m][i] = add_product(sums[m][i], weights[i], broadcast(x(m, k)));
   }
 #pragma GCC unroll 6
   for (int m = 0; m < kTileRows; ++m)
@@ -158,7 +144,7 @@ void tile(const Products::Rows& x, const Products::Packed* panel, int64_t depth,
 
 // The same of `rows` rows, at most kTileRows.
 template <int kTileRows, int kTileVectors>
-void tile_of(int64_t rows, const Products::Rows& x, const Products::Packed* panel, int64_t depth, float* totals) {
+void tile_of(int64_t rows, const Rows& x, const Element* panel, int64_t depth, float* totals) {
   if (rows == kTileRows) return tile<kTileRows, kTileVectors>(x, panel, depth, totals);
   if constexpr (kTileRows > 1) tile_of<kTileRows - 1, kTileVectors>(rows, x, panel, depth, totals);
 }
@@ -175,17 +161,17 @@ void finish(const Gemm<Weight>& p, int64_t row, int64_t n, int64_t count, float*
 
 // Outputs [n, n + count), at most kWidth, of all rows.
 template <typename Weight>
-void panel(const Gemm<Weight>& p, int64_t n, int64_t count, Products::Packed* packed, float* totals) {
+void multiply_panel(const Gemm<Weight>& p, int64_t n, int64_t count, Element* packed, float* totals) {
   std::fill_n(totals, p.rows * kWidth, 0.0f);
-  for (int64_t k = 0; k < p.columns; k += Products::kColumns) {
-    const int64_t size = std::min(Products::kColumns, p.columns - k);
+  for (int64_t k = 0; k < p.columns; k += kColumns) {
+    const int64_t size = std::min(kColumns, p.columns - k);
     pack(p, n, count, k, size, packed);
     for (int64_t row = 0; row < p.rows; row += kRows) {
       const int64_t rows = std::min<int64_t>(kRows, p.rows - row);
-      const Products::Rows x(p.x + row * p.x_stride + k, p.x_stride, rows, size);
+      const Rows x(p.x + row * p.x_stride + k, p.x_stride, rows, size);
       float* of_rows = totals + row * kWidth;
       for_each_tile(count, size, [&](int64_t first, int64_t place, auto vectors) {
-        tile_of<kRows, vectors>(rows, x, packed + place, size / Products::kPacked, of_rows + first);
+        tile_of<kRows, vectors>(rows, x, packed + place, size / kTerms, of_rows + first);
       });
       if (k + size == p.columns)
         for (int64_t m = 0; m < rows; ++m) finish(p, row + m, n, count, of_rows + m * kWidth);
@@ -205,13 +191,13 @@ void gemm(const Gemm<Weight>& p, int threads) {
     return gemm(others, threads);
   }
   in_parallel((p.out + kLanes - 1) / kLanes, threads, [&](int64_t first, int64_t last) {
-    thread_local Scratch<Products::Packed> packed;
+    thread_local Scratch<Element> packed;
     thread_local Scratch<float> totals;
-    packed.resize(Products::kColumns / Products::kPacked * kWidth);
+    packed.resize(kColumns / kTerms * kWidth);
     totals.resize(p.rows * kWidth);
     const int64_t end = std::min(last * kLanes, p.out);
     for (int64_t n = first * kLanes; n < end; n += kWidth)
-      panel(p, n, std::min(kWidth, end - n), packed.data(), totals.data());
+      multiply_panel(p, n, std::min(kWidth, end - n), packed.data(), totals.data());
   });
 }
 

@@ -6,6 +6,7 @@
 #include <cstdint>
 #include <cstring>
 
+#include "products.h"
 #include "vectors.h"
 
 namespace tp {
@@ -46,6 +47,12 @@ struct Lanes<BFloat16> {
   void store(BFloat16* to) const {
     const Words pairs = reinterpret_cast<Words>(even) >> 16 | reinterpret_cast<Words>(odd);
     std::memcpy(to, &pairs, sizeof pairs);
+  }
+  // As float32, the even elements before the odd ones.
+  static Lanes load(const float* from) { return {tp::load(from), tp::load(from + kLanes)}; }
+  void store(float* to) const {
+    std::memcpy(to, &even, sizeof even);
+    std::memcpy(to + kLanes, &odd, sizeof odd);
   }
   Lanes rounded() const { return {nearest(even), nearest(odd)}; }
   Lanes operator+(const Lanes& other) const { return {even + other.even, odd + other.odd}; }

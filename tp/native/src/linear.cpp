@@ -7,8 +7,9 @@
 #include <cmath>
 #include <limits>
 
+#include "lanes.h"
+#include "products.h"
 #include "scratch.h"
-#include "spread.h"
 #include "tape.h"
 #include "threads.h"
 #include "vectors.h"
@@ -19,19 +20,22 @@ namespace {
 using tp::sums;  // beside that of integers below
 
 // How x and the weights are multiplied: the form that x is brought into, and what a group of elements adds to a total.
-template <typename Element>
-struct Plain;
-
-template <>
-struct Plain<float> {
-  using Weight = float;
+// Bfloat16 is split into even and odd elements; x, which meets every weight row, is brought into that order once.
+template <typename T>
+struct Plain {
+  using Weight = T;
   using Activation = float;
   using Total = Floats;
-  using Group = Floats;
-  static constexpr int64_t kGroup = kLanes;
-  static float prepare(const float* x, int64_t size, float* to) { return spread(x, size, to), 1.0f; }
-  static Group group(const float* from) { return load(from); }
-  static void add(Total& total, Group w, const float* x) { total = add_product(total, w, load(x)); }
+  using Group = Lanes<T>;
+  static constexpr int64_t kGroup = Group::kCount;
+  static float prepare(const T* x, int64_t size, float* to) {
+    int64_t k = 0;
+    for (; k + kGroup <= size; k += kGroup) Group::load(x + k).store(to + k);
+    for (; k < size; ++k) to[k] = to_float(x[k]);
+    return 1.0f;
+  }
+  static Group group(const T* from) { return Group::load(from); }
+  static void add(Total& total, const Group& w, const float* x) { total = w.add_products(total, Group::load(x)); }
 };
 
 #if defined(__AVX512BF16__)
@@ -44,27 +48,7 @@ struct Plain<BFloat16> {
   static constexpr int64_t kGroup = 2 * kLanes;
   static float prepare(const BFloat16* x, int64_t size, BFloat16* to) { return std::copy_n(x, size, to), 1.0f; }
   static Group group(const BFloat16* from) { return load_words(from); }
-  static void add(Total& total, Group w, const BFloat16* x) { total = dot_pairs(total, w, load_words(x)); }
-};
-#else
-template <>
-struct Plain<BFloat16> {
-  using Weight = BFloat16;
-  using Activation = float;
-  using Total = Floats;
-  struct Group {
-    Floats evens, odds;
-  };
-  static constexpr int64_t kGroup = 2 * kLanes;
-  static float prepare(const BFloat16* x, int64_t size, float* to) { return spread(x, size, to), 1.0f; }
-  static Group group(const BFloat16* from) {
-    const Words pairs = load_words(from);
-    return {even(pairs), odd(pairs)};
-  }
-  static void add(Total& total, const Group& w, const float* x) {
-    total = add_product(total, w.evens, load(x));
-    total = add_product(total, w.odds, load(x + kLanes));
-  }
+  static void add(Total& total, Group w, const BFloat16* x) { total = add_product(total, w, load_words(x)); }
 };
 #endif
 

@@ -10,7 +10,9 @@
 #include <limits>
 
 #include "exponential.h"
+#include "products.h"
 #include "scratch.h"
+#include "softmax.h"
 #include "tape.h"
 #include "threads.h"
 #include "vectors.h"
@@ -23,33 +25,6 @@ constexpr int64_t kQueries = 48;  // of a block
 constexpr int kRows = 6;          // queries, and
 constexpr int kVectors = TP_VECTOR_BYTES == 64 ? 4 : 2;  // registers of keys, whose products fit the other registers
 constexpr float kInfinity = std::numeric_limits<float>::infinity();
-
-// What the instructions of a dot product take: an element holds kTerms of its terms.
-template <typename T>
-struct Operand {
-  using Element = float;
-  static constexpr int64_t kTerms = 1;
-  static Element join(const T* from, int64_t, int64_t) { return to_float(*from); }
-  static void add(Floats& total, const Element* many, Element one) { total += load(many) * one; }
-  static void store(const Floats& weights, Element* to) { std::memcpy(to, &weights, sizeof weights); }
-};
-
-#if defined(__AVX512BF16__)
-template <>
-struct Operand<BFloat16> {
-  using Element = uint32_t;
-  static constexpr int64_t kTerms = 2;
-  static Element join(const BFloat16* from, int64_t stride, int64_t left) {
-    return from[0].bits | (left > 1 ? static_cast<uint32_t>(from[stride].bits) << 16 : 0);
-  }
-  static void add(Floats& total, const Element* many, Element one) {
-    total = dot_pairs(total, load_words(many), Words{} + one);
-  }
-  static void store(const Floats& weights, Element* to) {
-    _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), (__m256i)_mm512_cvtneps_pbh((__m512)weights));
-  }
-};
-#endif
 
 // Elements that hold `count` terms.
 template <typename T>
@@ -122,12 +97,6 @@ struct Packed {
   }
 };
 
-// Values of the keys [low, high) of a block stay, those of others become `value`.
-inline void mask_outside(float* of_keys, int64_t low, int64_t high, float value) {
-  if (low > 0) std::fill_n(of_keys, low, value);
-  if (high < kKeys) std::fill(of_keys + high, of_keys + kKeys, value);
-}
-
 // A block of queries of one head on its way through the keys.
 template <typename T>
 struct Block {
@@ -137,6 +106,7 @@ struct Block {
   alignas(kCacheLine) float scores[kRows * kKeys];                  // of kRows queries
   alignas(kCacheLine) Element weights[kRows * Packed<T>::kValues];  // p of the same
   float row_max[kQueries], row_sum[kQueries], rescale[kQueries];
+  // Of queries after the last, weights and rescale are what was there before; nobody reads their output.
 
   void begin(const Prefill<T>& p, int64_t head, int64_t first, int64_t count) {
     constexpr int64_t kTerms = Operand<T>::kTerms;
@@ -144,7 +114,6 @@ struct Block {
     output.assign(kQueries * p.width(), 0.0f);
     std::fill_n(row_max, kQueries, std::numeric_limits<float>::lowest());  // scores may be -inf
     std::fill_n(row_sum, kQueries, 0.0f);
-    std::fill_n(rescale, kQueries, 1.0f);
     for (int64_t i = 0; i < count; ++i) {
       const T* query = p.q + head * p.q_head + (first + i) * p.q_token;
       for (int64_t c = 0; c < p.columns(); ++c)
@@ -155,32 +124,14 @@ struct Block {
   // Weights of query i, whose scores are row r, for the keys [low, high) of a block; those of other keys are 0.
   void online_softmax(int64_t i, int64_t r, int64_t low, int64_t high, float scale) {
     float* of_keys = scores + r * kKeys;
+    std::fill_n(of_keys, low, -kInfinity);
+    std::fill(of_keys + high, of_keys + kKeys, -kInfinity);
+    const float before = row_max[i];
+    const Floats added = exponentials<kKeys>(of_keys, scale, &row_max[i]);
+    rescale[i] = exponential(broadcast(before - row_max[i]))[0];
+    row_sum[i] = row_sum[i] * rescale[i] + sum(added);
     Element* to = weights + r * Packed<T>::kValues;
-    rescale[i] = 1.0f;
-    if (low >= high) {
-      std::fill_n(to, Packed<T>::kValues, Element{});
-      return;
-    }
-    mask_outside(of_keys, low, high, -kInfinity);
-    Floats most = load(of_keys);
-    for (int64_t j = kLanes; j < kKeys; j += kLanes) {
-      const Floats other = load(of_keys + j);
-      most = most > other ? most : other;
-    }
-    const float before = row_max[i], largest = std::max(before, maximum(most) * scale);
-    if (largest > before) rescale[i] = exponential(Floats{} + (before - largest))[0];
-    for (int64_t j = 0; j < kKeys; j += kLanes) {
-      const Floats powers = exponential(load(of_keys + j) * scale - largest);
-      std::memcpy(of_keys + j, &powers, sizeof powers);
-    }
-    mask_outside(of_keys, low, high, 0.0f);
-    Floats sums = {};
-    for (int64_t j = 0; j < kKeys; j += kLanes) {
-      sums += load(of_keys + j);
-      Operand<T>::store(load(of_keys + j), to + j / Operand<T>::kTerms);
-    }
-    row_max[i] = largest;
-    row_sum[i] = row_sum[i] * rescale[i] + sum(sums);
+    for (int64_t j = 0; j < kKeys; j += kLanes) Operand<T>::store(load(of_keys + j), to + j / Operand<T>::kTerms);
   }
 };
 
@@ -195,16 +146,16 @@ void score(const typename Operand<T>::Element* queries, const typename Operand<T
       for (int r = 0; r < kRows; ++r)
 #pragma GCC unroll 4
         for (int i = 0; i < kVectors; ++i)
-          Operand<T>::add(totals[r][i], keys + c * kKeys + j + i * kLanes, queries[r * columns + c]);
+          totals[r][i] = add_product(totals[r][i], load(keys + c * kKeys + j + i * kLanes),
+                                     broadcast(queries[r * columns + c]));
     for (int r = 0; r < kRows; ++r)
       for (int i = 0; i < kVectors; ++i)
         std::memcpy(scores + r * kKeys + j + i * kLanes, &totals[r][i], sizeof(Floats));
   }
 }
 
-// Unrolled, so that the totals stay in registers.
-//
 // output[r, j] = rescale[r] · output[r, j] + Σ_i p[r, i] v[i, j] of kRows queries and kCount registers of columns.
+// Unrolled, so that the totals stay in registers.
 template <int kCount, typename T>
 void accumulate_values(const typename Operand<T>::Element* p, const float* rescale,
                        const typename Operand<T>::Element* values, int64_t count, int64_t width, float* output) {
@@ -218,7 +169,8 @@ void accumulate_values(const typename Operand<T>::Element* p, const float* resca
     for (int r = 0; r < kRows; ++r)
 #pragma GCC unroll 4
       for (int j = 0; j < kCount; ++j)
-        Operand<T>::add(totals[r][j], values + i * width + j * kLanes, p[r * Packed<T>::kValues + i]);
+        totals[r][j] = add_product(totals[r][j], load(values + i * width + j * kLanes),
+                                   broadcast(p[r * Packed<T>::kValues + i]));
 #pragma GCC unroll 6
   for (int r = 0; r < kRows; ++r)
 #pragma GCC unroll 4

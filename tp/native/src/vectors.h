@@ -67,6 +67,7 @@ inline Floats load(const float* from) {
 
 // x in every lane. (0 + x would be an addition: -0 + 0 is 0.)
 inline Floats broadcast(float x) { return x - Floats{}; }
+inline Words broadcast(uint32_t x) { return x + Words{}; }
 
 // Compilers do not find the instruction that widens bytes by themselves.
 inline Floats load(const int8_t* from) {
@@ -87,27 +88,11 @@ inline Words load_words(const void* from) {
   return value;
 }
 
+inline Words load(const uint32_t* from) { return load_words(from); }
+
 // Of 2 * kLanes consecutive bfloat16: those at even places, and those at odd ones (little endian).
 inline Floats even(Words pairs) { return reinterpret_cast<Floats>(pairs << 16); }
 inline Floats odd(Words pairs) { return reinterpret_cast<Floats>(pairs & 0xffff0000u); }
-
-// total + a b, rounded once where the CPU can. Left to themselves, compilers do so in one loop and not in another.
-inline Floats add_product(Floats total, Floats a, Floats b) {
-#if defined(__AVX512F__)
-  return (Floats)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)total);
-#elif defined(__FMA__) && defined(__AVX2__)
-  return (Floats)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)total);
-#else
-  return total + a * b;
-#endif
-}
-
-#if defined(__AVX512BF16__)
-// total + a₀ b₀ + a₁ b₁ in each lane, of pairs of bfloat16.
-inline Floats dot_pairs(Floats total, Words a, Words b) {
-  return (Floats)_mm512_dpbf16_ps((__m512)total, (__m512bh)a, (__m512bh)b);
-}
-#endif
 
 #if defined(__AVX2__)
 // Four sums in one register, of which the lanes of x are added up in pairs.
