@@ -11,12 +11,12 @@ from __future__ import annotations
 import argparse
 import json
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from launch.output_files import output_file
 from tp.config import ModelConfig
 from tp.layers import Layout, Replicate, SequenceSlice, ShardTokens, Step
 from tp.models import CausalLM, initialise_parameters
@@ -86,7 +86,7 @@ def rows(group: TensorParallelGroup, num_tokens: int, dtype: torch.dtype) -> lis
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tokens", type=int, default=1024)
-    parser.add_argument("--json", type=Path, help="append the rows of all ranks to this file, one a line")
+    parser.add_argument("--json", type=output_file, help="append the rows of all ranks to this file, one a line")
     arguments = parser.parse_args()
     group = TensorParallelGroup.from_environment()
     for dtype in (torch.float32, torch.bfloat16):

@@ -15,7 +15,6 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -24,6 +23,7 @@ from torch import Tensor
 from launch.measurement.command_line import TABLE_WIDTH, integers, tell
 from launch.measurement.interleaving import Rounds, interleave
 from launch.measurement.spread import Spread, paired_ratio
+from launch.output_files import output_file
 from tp.dtypes import DTYPES
 from tp.errors import CommunicationError
 from tp.parallel import TensorParallelGroup
@@ -116,7 +116,7 @@ def main() -> None:
     parser.add_argument("--operations", default=",".join(OPERATIONS), help="default: all four")
     parser.add_argument("--dtype", choices=list(DTYPES), default="bfloat16")
     parser.add_argument("--runs", type=int, default=5, help="rounds that count (default 5)")
-    parser.add_argument("--json", type=Path, help="append the rows to this file, one a line")
+    parser.add_argument("--json", type=output_file, help="append the rows to this file, one a line")
     arguments = parser.parse_args()
     group = TensorParallelGroup.from_environment(device="cpu")
     if group.process_group is None:

@@ -32,6 +32,7 @@ import torch
 import tp
 from launch.measurement.interleaving import interleave
 from launch.measurement.spread import Spread, paired_ratio
+from launch.output_files import output_file
 from tp import choice
 from tp.generation import GenerationOptions, LanguageModel, decode_graphs
 from tp.inspection import ActivationCache, capture
@@ -153,7 +154,7 @@ def main() -> None:
     parser.add_argument("--prompt-tokens", type=int, default=256)
     parser.add_argument("--new-tokens", type=int, default=32)
     parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--json", type=Path, help="write the result to this file")
+    parser.add_argument("--json", type=output_file, help="write the result to this file")
     arguments = parser.parse_args()
     if "WORLD_SIZE" in os.environ:
         measure(arguments)

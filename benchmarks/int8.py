@@ -14,6 +14,7 @@ import statistics
 from pathlib import Path
 
 import tp
+from launch.output_files import output_file
 from tp.generation import GenerationOptions, score
 from tp.models import prepare_for_inference
 from tp.parallel import TensorParallelGroup
@@ -27,7 +28,7 @@ def main() -> None:
     parser.add_argument("--text", type=Path, required=True)
     parser.add_argument("--new-tokens", type=int, default=48)
     parser.add_argument("--runs", type=int, default=6)
-    parser.add_argument("--json", type=Path, help="write the result to this file")
+    parser.add_argument("--json", type=output_file, help="write the result to this file")
     arguments = parser.parse_args()
     group = TensorParallelGroup.from_environment(device="cpu")
     models = {"plain": tp.load(arguments.model, group), "int8": tp.load(arguments.model, group)}

@@ -14,7 +14,6 @@ import json
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,6 +22,7 @@ from torch.nn import functional
 
 from launch.measurement.copy_bandwidth import copy_bandwidth
 from launch.measurement.spread import Spread
+from launch.output_files import output_file
 from tp.kernels.cache_attention import QueryGroups, cache_attention
 from tp.kernels.cross_entropy import plain_shard_gradient, plain_shard_statistics, shard_gradient, shard_statistics
 from tp.kernels.fused_add_rms_norm import fused_add_rms_norm, plain_fused_add_rms_norm
@@ -255,7 +255,7 @@ def parsed_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default="", help="operations whose names begin so, separated by commas")
     parser.add_argument("--runs", type=int, default=50, help="launches that count, of each (default 50)")
-    parser.add_argument("--json", type=Path, help="where to write the results")
+    parser.add_argument("--json", type=output_file, help="where to write the results")
     return parser.parse_args()
 
 

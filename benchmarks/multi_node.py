@@ -33,6 +33,7 @@ from benchmarks.multi_node_parts.networks import KINDS, LOOPBACK, OWN_WINDOW, Ne
 from benchmarks.multi_node_parts.tables import print_results
 from launch.arguments import positive
 from launch.measurement.command_line import names, reporting_errors, tell
+from launch.output_files import output_file
 from tp.errors import NumericalError
 
 MODEL = ROOT / "launch" / "embedded_model"
@@ -52,7 +53,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--repeats", type=positive, default=40, help="calls of each collective (40)")
     made.add_argument("--runs", type=positive, default=3, help="generations over each link (3)")
     made.add_argument("--model", default=str(MODEL), help="a directory; at least 4 query heads (the embedded model)")
-    made.add_argument("--json", type=Path, metavar="FILE", help="where all results go")
+    made.add_argument("--json", type=output_file, metavar="FILE", help="where all results go")
     return made
 
 

@@ -12,10 +12,10 @@ import argparse
 import json
 import statistics
 import time
-from pathlib import Path
 
 import torch
 
+from launch.output_files import output_file
 from tp.config import ModelConfig
 from tp.layers import KVCache, Layout, Replicate, SequenceSlice, ShardTokens, Step
 from tp.models import CausalLM, initialise_parameters
@@ -43,7 +43,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tokens", default="64,256,1024,4096")
     parser.add_argument("--runs", type=int, default=9)
-    parser.add_argument("--json", type=Path, help="write the rows to this file, one a line")
+    parser.add_argument("--json", type=output_file, help="write the rows to this file, one a line")
     arguments = parser.parse_args()
     group = TensorParallelGroup.from_environment(device="cpu")
     model = CausalLM(CONFIG, group, dtype=torch.float32)

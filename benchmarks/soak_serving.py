@@ -23,6 +23,7 @@ from typing import Any
 import tp
 from launch.arguments import positive
 from launch.measurement.command_line import tell
+from launch.output_files import output_file
 from tp.errors import NumericalError
 from tp.generation import GenerationOptions, SamplingParameters
 from tp.parallel import TensorParallelGroup
@@ -148,7 +149,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--requests", type=positive, default=10_000)
     parser.add_argument("--model", default=str(MODEL))
-    parser.add_argument("--json", type=Path, metavar="FILE")
+    parser.add_argument("--json", type=output_file, metavar="FILE")
     arguments = parser.parse_args()
     group = TensorParallelGroup.from_environment(device="cpu")
     seen = soak(group, arguments.model, arguments.requests)

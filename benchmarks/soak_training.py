@@ -23,6 +23,7 @@ from typing import Any
 
 from launch.arguments import positive
 from launch.measurement.command_line import tell
+from launch.output_files import output_file
 from tp.errors import RankFailedError
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -158,7 +159,7 @@ def main() -> int:
     parser.add_argument("--save-every", type=positive, default=50)
     parser.add_argument("--kill-every", type=positive, default=100)
     parser.add_argument("--tp", type=positive, default=2)
-    parser.add_argument("--json", type=Path, metavar="FILE")
+    parser.add_argument("--json", type=output_file, metavar="FILE")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="tp-soak-") as directory:
         seen = soak(arguments, Path(directory))

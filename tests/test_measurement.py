@@ -21,7 +21,7 @@ from launch.arguments import Parser
 from launch.measurement import decoding
 from launch.measurement.cases import Case
 from launch.measurement.child import Child, Command
-from launch.measurement.command_line import add_shared_options
+from launch.measurement.command_line import add_shared_options, reporting_errors
 from launch.measurement.contestants import Contestant, Field
 from launch.measurement.decoding import Comparison, compare
 from launch.measurement.errors import ContestantError
@@ -469,6 +469,25 @@ def test_patience_is_a_time_that_ends(text):
     assert parser.parse_args(["--model", "m", "--patience", "2.5"]).patience == 2.5
     with pytest.raises(RequestError, match="--patience: .* is not a number of seconds above 0"):
         parser.parse_args(["--model", "m", f"--patience={text}"])
+
+
+def test_a_file_that_could_not_be_written_is_refused_before_anything_is_measured(tmp_path):
+    parser = Parser()
+    add_shared_options(parser, tp="1")
+    for there in ("-", tmp_path / "new.json"):
+        assert parser.parse_args(["--model", "m", "--json", str(there)]).json == there
+    assert not list(tmp_path.iterdir())
+    for file, reason in ((tmp_path / "absent" / "a.json", "cannot be written"), (tmp_path, "is not a file")):
+        with pytest.raises(RequestError, match=f"argument --json: the file {file} {reason}"):
+            parser.parse_args(["--model", "m", "--json", str(file)])
+
+
+def test_an_interruption_is_a_line(capsys):
+    def interrupted():
+        raise KeyboardInterrupt
+
+    assert reporting_errors(interrupted) == 128 + signal.SIGINT
+    assert capsys.readouterr().err == "interrupted\n"
 
 
 def test_the_lineup_deals_out_the_threads():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import datetime
 import json
+import signal
 import sys
 import time
 from collections.abc import Callable
@@ -12,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from launch.arguments import positive, seconds
+from launch.output_files import output_file, write
 from tp.cores import own_cores
 from tp.errors import TensorParallelError
 
@@ -46,7 +48,13 @@ def add_shared_options(parser: argparse.ArgumentParser, *, tp: str) -> None:
     parser.add_argument("--threads", type=positive, default=len(own_cores()), help="in all (default: all cores)")
     parser.add_argument("--runs", type=positive, default=5, help="rounds that count (default 5)")
     parser.add_argument("--patience", type=seconds, default=600.0, metavar="S", help="seconds for a load or a request")
-    parser.add_argument("--json", metavar="FILE", help="write an object to FILE (-: stdout), the table to stderr")
+    parser.add_argument(
+        "--json", type=_output, metavar="FILE", help="write an object to FILE (-: stdout), the table to stderr"
+    )
+
+
+def _output(text: str) -> str | Path:
+    return text if text == "-" else output_file(text)
 
 
 def tell(text: str) -> None:
@@ -70,16 +78,19 @@ def write_json(arguments: argparse.Namespace, results: dict[str, Any]) -> None:
     if arguments.json == "-":
         sys.stdout.write(text)
     else:
-        Path(arguments.json).write_text(text, encoding="utf-8")
+        write("--json", arguments.json, text.encode())
 
 
 def reporting_errors(run: Callable[[], None]) -> int:
-    """Runs; a typed error becomes a line on stderr. Gives the exit status."""
+    """Runs; a typed error, or an interruption, becomes a line on stderr. Gives the exit status."""
     try:
         run()
     except TensorParallelError as error:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 128 + signal.SIGINT
     return 0
 
 
