@@ -2,8 +2,8 @@
 
 #include <cstring>
 
+#include "elements.h"
 #include "tape.h"
-#include "vectors.h"
 
 namespace tp {
 namespace {
@@ -27,7 +27,7 @@ void embedding_lookup_int8(const int8_t* values, const float* scales, int64_t co
       indices, count, first, rows,
       [&](int64_t row, int64_t i) {
         for (int64_t k = 0; k < columns; ++k)
-          store(to + i * columns + k, static_cast<float>(values[row * columns + k]) * scales[row]);
+          store(to + i * columns + k, to_float(values[row * columns + k]) * scales[row]);
       },
       [&](int64_t i) { std::memset(to + i * columns, 0, columns * sizeof(T)); });
 }

@@ -38,7 +38,7 @@ constexpr int64_t kTerms = Operand<BFloat16>::kTerms;  // columns of weights in 
 constexpr int64_t kColumns = 2048;  // of a panel: 256 KiB
 
 void put(Words pairs, int64_t pair, Element* panel, int64_t stride) {
-  std::memcpy(panel + pair * stride, &pairs, sizeof pairs);
+  store(panel + pair * stride, pairs);
 }
 
 struct Rows {  // read where they are
@@ -56,9 +56,8 @@ struct Rows {  // read where they are
 constexpr int64_t kColumns = 256;  // of a panel: 64 KiB
 
 void put(Words pairs, int64_t pair, Element* panel, int64_t stride) {
-  const Floats evens = even(pairs), odds = odd(pairs);
-  std::memcpy(panel + 2 * pair * stride, &evens, sizeof evens);
-  std::memcpy(panel + (2 * pair + 1) * stride, &odds, sizeof odds);
+  store(panel + 2 * pair * stride, even(pairs));
+  store(panel + (2 * pair + 1) * stride, odd(pairs));
 }
 
 struct Rows {  // widened once for all tiles
@@ -84,7 +83,8 @@ struct Gemm {
 };
 
 // Packs `pairs` pairs of columns, at most kLanes, of `count` rows of weights as panel[column, row].
-void pack_square(const BFloat16* weight, int64_t columns, int64_t count, int64_t pairs, Element* panel, int64_t stride) {
+void pack_square(const BFloat16* weight, int64_t columns, int64_t count, int64_t pairs, Element* panel,
+                 int64_t stride) {
   transpose_words(weight, 2 * columns, count, pairs,
                   [=](int64_t pair, Words words) { put(words, pair, panel, stride); });
 }
@@ -139,7 +139,7 @@ void tile(const Rows& x, const Element* panel, int64_t depth, float* totals) {
 #pragma GCC unroll 6
   for (int m = 0; m < kTileRows; ++m)
 #pragma GCC unroll 4
-    for (int i = 0; i < kTileVectors; ++i) std::memcpy(totals + m * kWidth + i * kLanes, &sums[m][i], sizeof(Floats));
+    for (int i = 0; i < kTileVectors; ++i) store(totals + m * kWidth + i * kLanes, sums[m][i]);
 }
 
 // The same of `rows` rows, at most kTileRows.

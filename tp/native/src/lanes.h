@@ -20,7 +20,7 @@ struct Lanes<float> {
   Floats all;
 
   static Lanes load(const float* from) { return {tp::load(from)}; }
-  void store(float* to) const { std::memcpy(to, &all, sizeof all); }
+  void store(float* to) const { tp::store(to, all); }
   Lanes rounded() const { return *this; }
   Lanes operator+(const Lanes& other) const { return {all + other.all}; }
   Lanes operator*(const Lanes& other) const { return {all * other.all}; }
@@ -51,8 +51,8 @@ struct Lanes<BFloat16> {
   // As float32, the even elements before the odd ones.
   static Lanes load(const float* from) { return {tp::load(from), tp::load(from + kLanes)}; }
   void store(float* to) const {
-    std::memcpy(to, &even, sizeof even);
-    std::memcpy(to + kLanes, &odd, sizeof odd);
+    tp::store(to, even);
+    tp::store(to + kLanes, odd);
   }
   Lanes rounded() const { return {nearest(even), nearest(odd)}; }
   Lanes operator+(const Lanes& other) const { return {even + other.even, odd + other.odd}; }
@@ -73,8 +73,8 @@ struct Lanes<BFloat16> {
   }
 
  private:
-  // As to_bfloat16, for each lane; the result is still a float. A NaN needs no care: it comes from a bfloat16 or from
-  // the CPU, so that its lower half is zero and nothing is carried into the upper one.
+  // As `store` of an element, for each lane; the result is still a float. A NaN needs no care: it comes from a bfloat16 or
+  // from the CPU, so that its lower half is zero and nothing is carried into the upper one.
   static Floats nearest(Floats x) {
     const Words word = reinterpret_cast<Words>(x);
     return reinterpret_cast<Floats>((word + 0x7fffu + (word >> 16 & 1u)) & 0xffff0000u);

@@ -69,8 +69,11 @@ struct Widened {
 };
 
 #if defined(__AVX2__)
-// int8 weights times x in 16-bit integers, multiples of its largest magnitude by 32767 or, past 4,000 columns, less, so
-// that no sum can leave 32 bits: half the instructions of `Widened`. Values far below the largest lose digits.
+// int8 weights times x in 16-bit integers, in steps of its largest magnitude / most: half of `Widened`'s instructions.
+// Values far below the largest lose digits; a row with a value that is not finite becomes NaN.
+//
+// Each of a total's 8 lanes adds up size / 8 products of at most 127 · most, which must stay below 2^31: `most` is that
+// of 16 bits, 32767, up to 4,000 columns, and less past them.
 struct Integers {
   using Weight = int8_t;
   using Activation = int16_t;

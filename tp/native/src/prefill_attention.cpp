@@ -131,7 +131,7 @@ struct Block {
     rescale[i] = exponential(broadcast(before - row_max[i]))[0];
     row_sum[i] = row_sum[i] * rescale[i] + sum(added);
     Element* to = weights + r * Packed<T>::kValues;
-    for (int64_t j = 0; j < kKeys; j += kLanes) Operand<T>::store(load(of_keys + j), to + j / Operand<T>::kTerms);
+    for (int64_t j = 0; j < kKeys; j += kLanes) Operand<T>::store(to + j / Operand<T>::kTerms, load(of_keys + j));
   }
 };
 
@@ -149,8 +149,7 @@ void score(const typename Operand<T>::Element* queries, const typename Operand<T
           totals[r][i] = add_product(totals[r][i], load(keys + c * kKeys + j + i * kLanes),
                                      broadcast(queries[r * columns + c]));
     for (int r = 0; r < kRows; ++r)
-      for (int i = 0; i < kVectors; ++i)
-        std::memcpy(scores + r * kKeys + j + i * kLanes, &totals[r][i], sizeof(Floats));
+      for (int i = 0; i < kVectors; ++i) store(scores + r * kKeys + j + i * kLanes, totals[r][i]);
   }
 }
 
@@ -174,7 +173,20 @@ void accumulate_values(const typename Operand<T>::Element* p, const float* resca
 #pragma GCC unroll 6
   for (int r = 0; r < kRows; ++r)
 #pragma GCC unroll 4
-    for (int j = 0; j < kCount; ++j) std::memcpy(output + r * width + j * kLanes, &totals[r][j], sizeof(Floats));
+    for (int j = 0; j < kCount; ++j) store(output + r * width + j * kLanes, totals[r][j]);
+}
+
+// The same of a block's queries from r on, and of all columns.
+template <typename T>
+void accumulate_values(Block<T>& block, int64_t r, const typename Operand<T>::Element* values, int64_t count,
+                       int64_t width) {
+  const float* rescale = block.rescale + r;
+  float* output = block.output.data() + r * width;
+  int64_t j = 0;
+  for (; j + kVectors * kLanes <= width; j += kVectors * kLanes)
+    accumulate_values<kVectors, T>(block.weights, rescale, values + j, count, width, output + j);
+  for (; j < width; j += kLanes)
+    accumulate_values<1, T>(block.weights, rescale, values + j, count, width, output + j);
 }
 
 template <typename T>
@@ -195,13 +207,7 @@ void attend(const Prefill<T>& p, const Packed<T>& packed, int64_t kv_head, int64
         block.online_softmax(i, i - r, std::clamp<int64_t>(low, 0, kKeys), std::clamp<int64_t>(high, 0, kKeys),
                              p.scale);
       }
-      int64_t j = 0;
-      float* output = block.output.data() + r * width;
-      const float* rescale = block.rescale + r;
-      for (; j + kVectors * kLanes <= width; j += kVectors * kLanes)
-        accumulate_values<kVectors, T>(block.weights, rescale, values + j, elements<T>(held), width, output + j);
-      for (; j < width; j += kLanes)
-        accumulate_values<1, T>(block.weights, rescale, values + j, elements<T>(held), width, output + j);
+      accumulate_values(block, r, values, elements<T>(held), width);
     }
   }
   for (int64_t i = 0; i < count; ++i)

@@ -23,7 +23,7 @@ struct Operand {
   static constexpr int64_t kTerms = 1;
   // The terms at from, from + stride, …, of which `left` are there; zeros for the others.
   static Element join(const T* from, int64_t, int64_t) { return to_float(*from); }
-  static void store(Floats terms, Element* to) { std::memcpy(to, &terms, sizeof terms); }
+  static void store(Element* to, Floats terms) { tp::store(to, terms); }
 };
 
 #if defined(__AVX512BF16__)
@@ -39,7 +39,7 @@ struct Operand<BFloat16> {
   static Element join(const BFloat16* from, int64_t stride, int64_t left) {
     return from[0].bits | (left > 1 ? static_cast<uint32_t>(from[stride].bits) << 16 : 0);
   }
-  static void store(Floats terms, Element* to) {
+  static void store(Element* to, Floats terms) {
     _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), (__m256i)_mm512_cvtneps_pbh((__m512)terms));
   }
 };

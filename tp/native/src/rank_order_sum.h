@@ -4,10 +4,8 @@
 #include <algorithm>
 #include <cstdint>
 
-#include "communicator_segment.h"
-#include "float16.h"
+#include "elements.h"
 #include "lanes.h"
-#include "vectors.h"
 
 namespace tp {
 
@@ -31,7 +29,7 @@ inline void store(uint16_t* to, uint16_t x) { *to = x; }
 inline void store(uint32_t* to, uint32_t x) { *to = x; }
 inline void store(uint64_t* to, uint64_t x) { *to = x; }
 
-// One element's type after the other: what they are accumulated in is what `widened` gives.
+// Of elements for which there are no `Lanes`: totals are of the type that `widened` gives.
 template <typename T>
 void sum_in_rank_order(const T* const* addends, int count, int64_t size, T* __restrict to) {
   constexpr int64_t kBlock = 1024;  // totals stay in the first-level cache

@@ -2,8 +2,8 @@
 
 #include <cmath>
 
+#include "elements.h"
 #include "tape.h"
-#include "vectors.h"
 
 namespace tp {
 namespace {

@@ -3,7 +3,6 @@
 #pragma once
 
 #include <algorithm>
-#include <cstring>
 
 #include "exponential.h"
 #include "vectors.h"
@@ -23,7 +22,7 @@ inline Floats exponentials(float* scores, float scale, float* largest) {
   Floats total = {};
   for (int64_t i = 0; i < kCount; i += kLanes) {
     const Floats value = exponential(load(scores + i) * scale - *largest);
-    std::memcpy(scores + i, &value, sizeof value);
+    store(scores + i, value);
     total += value;
   }
   return total;

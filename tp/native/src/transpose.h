@@ -9,6 +9,9 @@ namespace tp {
 
 // Calls put(j, words) for j in [0, columns): word j of each of the first `rows` rows, and zeros up to the last lane.
 // Rows lie row_bytes apart; at most kLanes rows and columns.
+//
+// Words of two rows are interleaved, then pairs of words, then whole 128-bit parts: each step doubles how many words of
+// a column lie side by side.
 #if defined(__AVX512F__)
 template <typename Put>
 inline void transpose_words(const void* from, int64_t row_bytes, int64_t rows, int64_t columns, const Put& put) {

@@ -6,6 +6,8 @@
 #include <cstdint>
 #include <cstring>
 
+#include "elements.h"
+
 #if defined(__AVX2__)
 #include <immintrin.h>
 #endif
@@ -24,40 +26,6 @@ typedef float Floats __attribute__((vector_size(TP_VECTOR_BYTES)));
 typedef uint32_t Words __attribute__((vector_size(TP_VECTOR_BYTES)));
 
 constexpr int64_t kLanes = TP_VECTOR_BYTES / 4;
-
-struct BFloat16 {
-  uint16_t bits;
-};
-
-inline float to_float(BFloat16 x) {
-  const uint32_t word = static_cast<uint32_t>(x.bits) << 16;
-  float value;
-  std::memcpy(&value, &word, 4);
-  return value;
-}
-
-inline float to_float(float x) { return x; }
-inline float to_float(int8_t x) { return x; }
-inline float to_float(int16_t x) { return x; }
-
-// Round to nearest, ties to even; NaN stays NaN.
-inline BFloat16 to_bfloat16(float x) {
-  uint32_t word;
-  std::memcpy(&word, &x, 4);
-  if ((word & 0x7fffffffu) > 0x7f800000u) return {static_cast<uint16_t>((word >> 16) | 0x40u)};
-  return {static_cast<uint16_t>((word + 0x7fffu + ((word >> 16) & 1u)) >> 16)};
-}
-
-inline void store(BFloat16* to, float x) { *to = to_bfloat16(x); }
-inline void store(float* to, float x) { *to = x; }
-
-// The value that an element of T has after `x` was stored in it.
-template <typename T>
-inline float rounded(float x) {
-  T stored;
-  store(&stored, x);
-  return to_float(stored);
-}
 
 inline Floats load(const float* from) {
   Floats value;
@@ -89,6 +57,9 @@ inline Words load_words(const void* from) {
 }
 
 inline Words load(const uint32_t* from) { return load_words(from); }
+
+inline void store(float* to, Floats x) { std::memcpy(to, &x, sizeof x); }
+inline void store(uint32_t* to, Words x) { std::memcpy(to, &x, sizeof x); }
 
 // Of 2 * kLanes consecutive bfloat16: those at even places, and those at odd ones (little endian).
 inline Floats even(Words pairs) { return reinterpret_cast<Floats>(pairs << 16); }
