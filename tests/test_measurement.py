@@ -37,7 +37,7 @@ from launch.measurement.reader import PIECE_BYTES
 from launch.measurement.requests import DecodeAnswer, DecodeRequest, random_request
 from launch.measurement.rows import Served, row, same_ids
 from launch.measurement.serving import TokenClock
-from launch.measurement.spread import Spread, paired_ratio
+from launch.measurement.spread import Spread, middle_mean, paired_ratio
 from launch.measurement.starting import seconds_to_first_token
 from launch.measurement.tables import comparison_fields, print_comparison
 from launch.process_guard import ProcessGuard
@@ -113,12 +113,18 @@ def test_a_spread_has_the_quartiles_between_values():
     assert Spread.of([5.0]) == Spread(5.0, 5.0, 5.0, 5.0, 5.0, 1)
 
 
+def test_the_middle_mean_leaves_out_a_quarter_at_each_end():
+    assert middle_mean([90.0, 2.0, 1.0, 4.0]) == 3.0
+    assert middle_mean([9.0, 2.0, 4.0]) == 5.0
+    assert middle_mean([0.0, 1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 20.0]) == 3.5
+
+
 def test_a_ratio_is_paired_by_round():
     """The second round was slow for both: the ratio of medians would be 3."""
     assert paired_ratio([2.0, 30.0, 6.0], [1.0, 15.0, 2.0]) == 2.0
     with pytest.raises(ValueError):
         paired_ratio([1.0], [1.0, 2.0])
-    for nothing in (lambda: Spread.of([]), lambda: paired_ratio([], [])):
+    for nothing in (lambda: Spread.of([]), lambda: middle_mean([]), lambda: paired_ratio([], [])):
         with pytest.raises(ValueError):
             nothing()
 

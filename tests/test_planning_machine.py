@@ -12,8 +12,11 @@ from pathlib import Path
 import pytest
 
 from launch import ROOT
+from launch.measurement.cases import Case
+from launch.measurement.contestants import Field
 from launch.measurement.errors import ContestantError
 from launch.measurement.interleaving import interleave
+from launch.measurement.requests import DecodeAnswer
 from launch.planning import machine
 from launch.process_tree import PROC, ProcessTree
 
@@ -77,6 +80,22 @@ def test_ranks_that_fail_are_told_of_once(pretend):
     assert str(caught.value) == "measuring 1 rank: it ended with status 7: no memory left"
 
 
+class StubReader:
+    name = "reads"
+
+    def __init__(self, processes, threads):
+        pass
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *error):
+        pass
+
+    def bytes_per_second(self):
+        return 1e9
+
+
 def test_progress_says_how_far_a_round_is(monkeypatch):
     told = []
     monkeypatch.setattr(machine, "tell", told.append)
@@ -85,6 +104,23 @@ def test_progress_says_how_far_a_round_is(monkeypatch):
         "warm-up, turn 1 of 2", "warm-up, turn 2 of 2", "round 1 of 2, turn 1 of 2", "round 1 of 2, turn 2 of 2",
         "round 2 of 2, turn 1 of 2", "round 2 of 2, turn 2 of 2",
     ]  # fmt: skip
+
+
+def test_decode_has_two_turns_a_round_and_all_of_them_count(monkeypatch):
+    class Answering(Field):
+        def load(self, contestants, watch, timeout_s=1.0):
+            self.facts = {contestant.name: {} for contestant in contestants}
+
+        def decode(self, name, request, timeout_s):
+            return DecodeAnswer(1.0, 1.0, 1.0, 1.0, ())
+
+    monkeypatch.setattr(machine, "Field", Answering)
+    monkeypatch.setattr(machine, "ReadBandwidth", StubReader)
+    prefill, decode = Case("prefill", 1, 16, 1), Case("decode", 1, 16, 24)
+    measured = machine.Measurements()
+    machine.measure_models([1], "float32", [machine.Subject("m", "{}", 100, (prefill, decode))], measured, rounds=3)
+    counts = {case.phase: len(answers) for (_, _, case), answers in measured.answers.items()}
+    assert counts == {"prefill": 3, "decode": 6}
 
 
 @pytest.mark.long

@@ -9,7 +9,7 @@ from typing import Any
 
 from benchmarks.planner_parts.comparison import RESULTS, Comparison
 from launch.measurement.cases import Case
-from launch.measurement.spread import Spread
+from launch.measurement.spread import middle_mean
 from launch.planning.machine import Measurements, Subject
 from tp.config import ModelConfig
 from tp.planning.hardware import Profile
@@ -38,23 +38,22 @@ def subjects(models: Sequence[Path]) -> list[Subject]:
 
 
 def rows(models: Sequence[Path], measured: Measurements) -> list[dict[str, Any]]:
-    """Medians of every case."""
+    """Every case: its time as the calibration takes it, and those of all turns."""
     from tp.checkpoint.settings import read_model_config
 
     configs = {model.name: read_model_config(str(model)).to_hf() for model in models}
     found = []
     for (name, degree, case), answers in measured.answers.items():
         if name in configs:
-            ms = Spread.of(answer.ttft_ms if case.phase == "prefill" else answer.step_ms for answer in answers)
+            each_ms = [answer.ttft_ms if case.phase == "prefill" else answer.step_ms for answer in answers]
             found.append(
                 {
                     "model": name,
                     "config": configs[name],
                     "tp_size": degree,
                     **asdict(case),
-                    "ms": ms.median,
-                    "lowest_ms": ms.minimum,
-                    "highest_ms": ms.maximum,
+                    "ms": middle_mean(each_ms),
+                    "each_ms": each_ms,
                 }
             )
     return found

@@ -20,7 +20,7 @@ from launch.measurement.peers import own
 from launch.measurement.peers.task import Task
 from launch.measurement.read_bandwidth import ReadBandwidth
 from launch.measurement.requests import DecodeAnswer, random_request
-from launch.measurement.spread import Spread
+from launch.measurement.spread import Spread, middle_mean
 from launch.planning.synthetic import CASES, CONFIGS
 from launch.process_guard import ProcessGuard
 from tp.cores import own_cores
@@ -33,6 +33,8 @@ ROUNDS = 5
 """That count; one before them warms up."""
 WAKING_TOKENS = 64
 """Of a prompt that goes before each request: the first after a pause is slower."""
+TURNS = {"prefill": 1, "decode": 2}
+"""Of a case in a round: decode is short, and lives on the memory, whose rate changes from moment to moment."""
 PATIENCE_S = 600.0
 RANK_MODULE = "launch.planning.rank_measurements"
 Measured = DecodeAnswer | float
@@ -116,7 +118,7 @@ def measure_ranks(degree: int, measured: Measurements) -> None:
 def measure_models(
     degrees: Sequence[int], dtype: str, subjects: Sequence[Subject], measured: Measurements, rounds: int = ROUNDS
 ) -> None:
-    """Every case of every model at every degree, once a round, in an order that mixes them.
+    """Every case of every model at every degree, as often a round as `TURNS` says, in an order that mixes them.
 
     So all of them meet the machine as it is by then, and no slow minute falls on one model's cases alone.
     """
@@ -131,9 +133,10 @@ def measure_models(
                 if contestant.name in field.failures:
                     raise ContestantError(f"{contestant.name}: {field.failures[contestant.name]}")
                 for case in subject.cases:
-                    key = f"{subject.name}, {contestant.name}, {case}"
-                    about[key] = (subject.name, degree, case)
-                    actions[key] = _action(field, contestant, case, subject.vocab_size)
+                    for turn in range(1, TURNS[case.phase] + 1):
+                        key = f"{subject.name}, {contestant.name}, {case}, {turn}"
+                        about[key] = (subject.name, degree, case)
+                        actions[key] = _action(field, contestant, case, subject.vocab_size)
         readers = {degree: stack.enter_context(ReadBandwidth(degree, _cores_of(degree))) for degree in degrees}
         actions.update({reader.name: reader.bytes_per_second for reader in readers.values()})
         outcome = interleave(_shuffled(actions), rounds=rounds, watch=_teller(len(actions)))
@@ -145,18 +148,18 @@ def measure_models(
         measured.read_gb_per_s[degree] = Spread.of(rates).median / 1e9
     for key, of_what in about.items():
         answers = [answer for answer in outcome.results[key] if isinstance(answer, DecodeAnswer)]
-        measured.answers[of_what] = answers
+        measured.answers.setdefault(of_what, []).extend(answers)
 
 
 def observations(name: str, case: Case, answers: Sequence[DecodeAnswer]) -> list[Observation]:
     """What a case tells: of decode the step, and where the prompt is long the prefill before it too."""
     config = CONFIGS[name]
-    prefill = Spread.of(answer.ttft_ms for answer in answers).median / 1e3
+    prefill = middle_mean(answer.ttft_ms for answer in answers) / 1e3
     found = []
     if case.phase == "prefill" or case.prompt_tokens > PREFILL_CHUNK:
         found.append(Observation(config, "prefill", case.batch, case.prompt_tokens, prefill))
     if case.phase == "decode":
-        step = Spread.of(answer.step_ms for answer in answers).median / 1e3
+        step = middle_mean(answer.step_ms for answer in answers) / 1e3
         found.append(Observation(config, "decode", case.batch, case.prompt_tokens + case.new_tokens // 2, step))
     return found
 

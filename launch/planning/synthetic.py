@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from launch.measurement.decoding import Case
+from launch.measurement.cases import Case
 from tp.config import ModelConfig
 from tp.rope_config import RopeConfig
 
@@ -57,8 +57,7 @@ CONFIGS: Mapping[str, ModelConfig] = {
 """All but the thin one are read from memory; of that one, nothing but the fixed costs is left."""
 
 _ROWS = (
-    Case("decode", 1, 16, 24),
-    *(Case("decode", batch, 16, 8) for batch in (2, 4, 8, 16)),
+    *(Case("decode", batch, 16, 24) for batch in (1, 2, 3, 4, 8, 16)),
     *(Case("prefill", 1, tokens, 1) for tokens in (16, 64, 128, 512)),
 )
 
@@ -68,7 +67,7 @@ CASES: Mapping[str, tuple[Case, ...]] = {
     "deep": (
         Case("decode", 1, 16, 24),
         Case("decode", 1, 1024, 16),
-        Case("decode", 8, 16, 8),
+        Case("decode", 8, 16, 24),
         *(Case("prefill", 1, tokens, 1) for tokens in (16, 64, 128, 512)),
     ),
     "thin": (

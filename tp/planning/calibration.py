@@ -55,7 +55,7 @@ class Observation:
         phase: prefill is the time to the first token of all sequences; decode is that of one step.
         batch: sequences.
         context: tokens of each; in decode, half way through what was timed.
-        seconds: median.
+        seconds: of the middle of its measurements.
     """
 
     config: ModelConfig
