@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from launch.output_files import output_file
+from launch.arguments import output_file
 from tp.config import ModelConfig
 from tp.layers import Layout, Replicate, SequenceSlice, ShardTokens, Step
 from tp.models import CausalLM, initialise_parameters

@@ -20,10 +20,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from launch.arguments import output_file
 from launch.measurement.command_line import TABLE_WIDTH, integers, tell
 from launch.measurement.interleaving import Rounds, interleave
 from launch.measurement.spread import Spread, paired_ratio
-from launch.output_files import output_file
 from tp.dtypes import DTYPES
 from tp.errors import CommunicationError
 from tp.parallel import TensorParallelGroup

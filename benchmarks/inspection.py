@@ -30,9 +30,9 @@ from typing import Any
 import torch
 
 import tp
+from launch.arguments import output_file
 from launch.measurement.interleaving import interleave
 from launch.measurement.spread import Spread, paired_ratio
-from launch.output_files import output_file
 from tp import choice
 from tp.generation import GenerationOptions, LanguageModel, decode_graphs
 from tp.inspection import ActivationCache, capture

@@ -14,7 +14,7 @@ import statistics
 from pathlib import Path
 
 import tp
-from launch.output_files import output_file
+from launch.arguments import output_file
 from tp.generation import GenerationOptions, score
 from tp.models import prepare_for_inference
 from tp.parallel import TensorParallelGroup

@@ -20,9 +20,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from launch.arguments import output_file
 from launch.measurement.copy_bandwidth import copy_bandwidth
 from launch.measurement.spread import Spread
-from launch.output_files import output_file
 from tp.kernels.cache_attention import QueryGroups, cache_attention
 from tp.kernels.cross_entropy import plain_shard_gradient, plain_shard_statistics, shard_gradient, shard_statistics
 from tp.kernels.fused_add_rms_norm import fused_add_rms_norm, plain_fused_add_rms_norm

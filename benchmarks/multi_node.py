@@ -31,9 +31,8 @@ from benchmarks.multi_node_parts.ends import ends
 from benchmarks.multi_node_parts.launching import ROOT
 from benchmarks.multi_node_parts.networks import KINDS, LOOPBACK, OWN_WINDOW, Network, network
 from benchmarks.multi_node_parts.tables import print_results
-from launch.arguments import positive
+from launch.arguments import output_file, positive
 from launch.measurement.command_line import names, reporting_errors, tell
-from launch.output_files import output_file
 from tp.errors import NumericalError
 
 MODEL = ROOT / "launch" / "embedded_model"

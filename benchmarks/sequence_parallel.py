@@ -15,7 +15,7 @@ import time
 
 import torch
 
-from launch.output_files import output_file
+from launch.arguments import output_file
 from tp.config import ModelConfig
 from tp.layers import KVCache, Layout, Replicate, SequenceSlice, ShardTokens, Step
 from tp.models import CausalLM, initialise_parameters

@@ -21,9 +21,8 @@ from pathlib import Path
 from typing import Any
 
 import tp
-from launch.arguments import positive
+from launch.arguments import output_file, positive
 from launch.measurement.command_line import tell
-from launch.output_files import output_file
 from tp.errors import NumericalError
 from tp.generation import GenerationOptions, SamplingParameters
 from tp.parallel import TensorParallelGroup

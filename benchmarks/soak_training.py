@@ -21,9 +21,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from launch.arguments import positive
+from launch.arguments import output_file, positive
 from launch.measurement.command_line import tell
-from launch.output_files import output_file
 from tp.errors import RankFailedError
 
 ROOT = Path(__file__).resolve().parents[1]

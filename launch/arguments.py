@@ -8,6 +8,7 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from launch.output_files import check_file
 from tp.errors import CheckpointError, RequestError
 
 if TYPE_CHECKING:
@@ -62,6 +63,20 @@ def place(text: str) -> Path:
     except (OSError, ValueError) as error:
         raise argparse.ArgumentTypeError(f"{text!r} is no path: {getattr(error, 'strerror', error)}") from None
     return Path(text)
+
+
+def output_file(text: str) -> Path:
+    """The type of options that are files to write: tried while the command line is read, before anything is measured.
+
+    Raises:
+        ArgumentTypeError: one that could not be written later.
+    """
+    path = place(text)
+    try:
+        check_file("the file", path)
+    except RequestError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+    return path
 
 
 def seconds(text: str) -> float:

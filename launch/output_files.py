@@ -2,26 +2,10 @@
 
 from __future__ import annotations
 
-import argparse
 import os
 from pathlib import Path
 
-from launch.arguments import place
 from tp.errors import RequestError
-
-
-def output_file(text: str) -> Path:
-    """The type of options that are files to write: tried while the command line is read, before anything is measured.
-
-    Raises:
-        ArgumentTypeError: one that could not be written later.
-    """
-    path = place(text)
-    try:
-        check_file("the file", path)
-    except RequestError as error:
-        raise argparse.ArgumentTypeError(str(error)) from error
-    return path
 
 
 def check_file(option: str, path: Path) -> None:

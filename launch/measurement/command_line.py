@@ -12,8 +12,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from launch.arguments import positive, seconds
-from launch.output_files import output_file, write
+from launch.arguments import output_file, positive, seconds
+from launch.output_files import write
 from tp.cores import own_cores
 from tp.errors import TensorParallelError
 
